@@ -1,0 +1,1 @@
+"""A site: one agent, its model, its training."""

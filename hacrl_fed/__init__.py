@@ -1,0 +1,10 @@
+"""hacrl-fed: organisations train their own language models by reinforcement learning together, without sharing weights."""
+
+import os
+
+# Flower looks up telemetry and update hosts unless both are set before its import; a user's own choice stands.
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+
+__version__ = "0.1.0"
+PROTOCOL_VERSION = 1

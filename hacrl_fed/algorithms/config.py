@@ -1,0 +1,58 @@
+"""Hyperparameters of HACPO and its baselines, without torch, so that a coordinator can check them."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+
+@dataclass(frozen=True)
+class HacpoConfig:
+    """Hyperparameters of HACPO (arXiv 2603.02604); the defaults are the paper's.
+
+    Attributes:
+        alpha: exponent of the ratio that weighs a cross rollout's gradient.
+        cross_clip_low: lower bound of the cross ratio at a step's first update (the paper's 1 - delta).
+        cross_clip_step: what the bound rises by with each update of the step.
+        cross_band: "paper", or "signed": by the advantage's sign (beyond the paper).
+        positive_floor: signed band only: cross rollouts with A > 0 and a ratio below it carry no gradient.
+        eps_low, eps_high: clip range of the self ratio (GSPO).
+        window: steps that a capability is averaged over.
+        ratio_min, ratio_max: bounds of a capability ratio.
+        baseline_guard: for rewards in [0, 1]: a baseline above 1 gives way to the mean of the learner's own rewards.
+        normalize_by_std: divide advantages by the group's sample standard deviation.
+        max_abs_log_ratio: bound on the log of a sequence ratio.
+    """
+
+    alpha: float = 1.0
+    cross_clip_low: float = 0.8
+    cross_clip_step: float = 0.025
+    cross_band: Literal["paper", "signed"] = "paper"
+    positive_floor: float = 0.05
+    eps_low: float = 3e-4
+    eps_high: float = 4e-4
+    window: int = 5
+    ratio_min: float = 0.1
+    ratio_max: float = 10.0
+    baseline_guard: bool = True
+    normalize_by_std: bool = True
+    max_abs_log_ratio: float = 10.0
+
+    # So that an unknown key in a configuration file is refused, not dropped.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    def __post_init__(self) -> None:
+        at_least_zero = ("alpha", "cross_clip_step", "eps_low", "eps_high", "positive_floor")
+        for name in at_least_zero:
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if not 0 < self.cross_clip_low <= 1:
+            raise ValueError(f"cross_clip_low must be in (0, 1], not {self.cross_clip_low}")
+        if self.cross_band not in ("paper", "signed"):
+            raise ValueError(f"cross_band must be 'paper' or 'signed', not {self.cross_band!r}")
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1, not {self.window}")
+        if not 0 < self.ratio_min <= 1 <= self.ratio_max:
+            raise ValueError(f"ratio_min and ratio_max must hold 1 between them, not {self.ratio_min}, {self.ratio_max}")
+        if not self.max_abs_log_ratio > 0:
+            raise ValueError(f"max_abs_log_ratio must be positive, not {self.max_abs_log_ratio}")

@@ -1,0 +1,1 @@
+"""The wire: keys, roster, signed envelopes, conversion between records and protobuf, channels."""
