@@ -17,6 +17,7 @@ from hacrl_fed.records import check_digest, check_name
 
 MethodName = Literal["hacpo", "gspo", "gspo_x2", "naive"]
 METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
+SHARING_METHODS = frozenset({"hacpo", "naive"})
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -299,7 +300,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 def _first_fault(kind: type[BaseModel], error: ValidationError) -> str:
     # An unknown key explains a missing one (a typo makes both), so it is told first.
-    faults = sorted(error.errors(), key=lambda fault: fault["type"] not in ("extra_forbidden", "unexpected_keyword_argument"))
+    faults = sorted(
+        error.errors(), key=lambda fault: fault["type"] not in ("extra_forbidden", "unexpected_keyword_argument")
+    )
     fault = faults[0]
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):

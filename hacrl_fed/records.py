@@ -73,7 +73,9 @@ class Rollout:
         if not math.isfinite(self.logp_sum) or self.logp_sum > 0:
             raise ValueError(f"logp_sum must be finite and at most 0, not {self.logp_sum}")
         if self.token_ids and len(self.token_ids) != self.token_count:
-            raise ValueError(f"token_ids must be {self.token_count} long, as token_count says, not {len(self.token_ids)}")
+            raise ValueError(
+                f"token_ids must be {self.token_count} long, as token_count says, not {len(self.token_ids)}"
+            )
         if any(not 0 <= token_id < _U32 for token_id in self.token_ids):
             raise ValueError("token_ids must be from 0 to 2^32 - 1")
         if self.eos_only and (self.text or self.token_count != 1 or self.finish_reason is not FinishReason.STOP):

@@ -53,6 +53,8 @@ class HacpoConfig:
         if self.window < 1:
             raise ValueError(f"window must be at least 1, not {self.window}")
         if not 0 < self.ratio_min <= 1 <= self.ratio_max:
-            raise ValueError(f"ratio_min and ratio_max must hold 1 between them, not {self.ratio_min}, {self.ratio_max}")
+            raise ValueError(
+                f"ratio_min and ratio_max must hold 1 between them, not {self.ratio_min}, {self.ratio_max}"
+            )
         if not self.max_abs_log_ratio > 0:
             raise ValueError(f"max_abs_log_ratio must be positive, not {self.max_abs_log_ratio}")

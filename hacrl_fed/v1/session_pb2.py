@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from hacrl_fed.v1 import envelope_pb2 as hacrl__fed_dot_v1_dot_envelope__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ahacrl_fed/v1/session.proto\x12\x0chacrl_fed.v1\x1a\x1bhacrl_fed/v1/envelope.proto\"@\n\rGetRunRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rroster_digest\x18\x02 \x01(\t\"<\n\x0eGetRunResponse\x12*\n\nrun_config\x18\x01 \x01(\x0b\x32\x16.hacrl_fed.v1.Envelope\"7\n\x0bJoinRequest\x12\x13\n\x0btask_digest\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\"6\n\x0cJoinResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\r\x12\x11\n\topen_step\x18\x02 \x01(\r\"Y\n\x06Scalar\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x11\n\x07integer\x18\x02 \x01(\x12H\x00\x12\x11\n\x07\x62oolean\x18\x03 \x01(\x08H\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x42\x07\n\x05value\"\xb2\x03\n\rFlowerMessage\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x1b\n\x13reply_to_message_id\x18\x02 \x01(\t\x12\x14\n\x0cmessage_type\x18\x03 \x01(\t\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\x12\n\ncreated_at\x18\x05 \x01(\x01\x12\x0b\n\x03ttl\x18\x06 \x01(\x01\x12\x37\n\x06\x63onfig\x18\x07 \x03(\x0b\x32\'.hacrl_fed.v1.FlowerMessage.ConfigEntry\x12\x39\n\x07metrics\x18\x08 \x03(\x0b\x32(.hacrl_fed.v1.FlowerMessage.MetricsEntry\x12\x12\n\nerror_code\x18\t \x01(\r\x12\x14\n\x0c\x65rror_reason\x18\n \x01(\t\x1a\x43\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.hacrl_fed.v1.Scalar:\x02\x38\x01\x1a\x44\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.hacrl_fed.v1.Scalar:\x02\x38\x01\"\x0f\n\rAttendRequest\"F\n\x06Status\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07present\x18\x03 \x03(\t\x12\x0f\n\x07\x61waited\x18\x04 \x03(\t\"\x1a\n\x08\x46inished\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x99\x01\n\x0cSessionEvent\x12,\n\x05order\x18\x01 \x01(\x0b\x32\x1b.hacrl_fed.v1.FlowerMessageH\x00\x12&\n\x06status\x18\x02 \x01(\x0b\x32\x14.hacrl_fed.v1.StatusH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.hacrl_fed.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x0f\n\rReplyResponse\"/\n\x10HeartbeatRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\r\n\x05phase\x18\x02 \x01(\t\"\x13\n\x11HeartbeatResponse\"\x82\x01\n\nStepReport\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x36\n\x07metrics\x18\x02 \x03(\x0b\x32%.hacrl_fed.v1.StepReport.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x14\n\x12StepReportResponse2\xa9\x03\n\x07Session\x12\x43\n\x06GetRun\x12\x1b.hacrl_fed.v1.GetRunRequest\x1a\x1c.hacrl_fed.v1.GetRunResponse\x12=\n\x04Join\x12\x19.hacrl_fed.v1.JoinRequest\x1a\x1a.hacrl_fed.v1.JoinResponse\x12\x43\n\x06\x41ttend\x12\x1b.hacrl_fed.v1.AttendRequest\x1a\x1a.hacrl_fed.v1.SessionEvent0\x01\x12\x41\n\x05Reply\x12\x1b.hacrl_fed.v1.FlowerMessage\x1a\x1b.hacrl_fed.v1.ReplyResponse\x12L\n\tHeartbeat\x12\x1e.hacrl_fed.v1.HeartbeatRequest\x1a\x1f.hacrl_fed.v1.HeartbeatResponse\x12\x44\n\x06Report\x12\x18.hacrl_fed.v1.StepReport\x1a .hacrl_fed.v1.StepReportResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ahacrl_fed/v1/session.proto\x12\x0chacrl_fed.v1\x1a\x1bhacrl_fed/v1/envelope.proto\"@\n\rGetRunRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rroster_digest\x18\x02 \x01(\t\"<\n\x0eGetRunResponse\x12*\n\nrun_config\x18\x01 \x01(\x0b\x32\x16.hacrl_fed.v1.Envelope\"7\n\x0bJoinRequest\x12\x13\n\x0btask_digest\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\"R\n\x0cJoinResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\r\x12\x11\n\topen_step\x18\x02 \x01(\r\x12\x1a\n\x12open_step_finished\x18\x03 \x01(\x08\"Y\n\x06Scalar\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x11\n\x07integer\x18\x02 \x01(\x12H\x00\x12\x11\n\x07\x62oolean\x18\x03 \x01(\x08H\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x42\x07\n\x05value\"\xb2\x03\n\rFlowerMessage\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x1b\n\x13reply_to_message_id\x18\x02 \x01(\t\x12\x14\n\x0cmessage_type\x18\x03 \x01(\t\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\x12\n\ncreated_at\x18\x05 \x01(\x01\x12\x0b\n\x03ttl\x18\x06 \x01(\x01\x12\x37\n\x06\x63onfig\x18\x07 \x03(\x0b\x32\'.hacrl_fed.v1.FlowerMessage.ConfigEntry\x12\x39\n\x07metrics\x18\x08 \x03(\x0b\x32(.hacrl_fed.v1.FlowerMessage.MetricsEntry\x12\x12\n\nerror_code\x18\t \x01(\r\x12\x14\n\x0c\x65rror_reason\x18\n \x01(\t\x1a\x43\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.hacrl_fed.v1.Scalar:\x02\x38\x01\x1a\x44\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.hacrl_fed.v1.Scalar:\x02\x38\x01\"\x0f\n\rAttendRequest\"F\n\x06Status\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07present\x18\x03 \x03(\t\x12\x0f\n\x07\x61waited\x18\x04 \x03(\t\"\x1a\n\x08\x46inished\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x99\x01\n\x0cSessionEvent\x12,\n\x05order\x18\x01 \x01(\x0b\x32\x1b.hacrl_fed.v1.FlowerMessageH\x00\x12&\n\x06status\x18\x02 \x01(\x0b\x32\x14.hacrl_fed.v1.StatusH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.hacrl_fed.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x0f\n\rReplyResponse\"/\n\x10HeartbeatRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\r\n\x05phase\x18\x02 \x01(\t\"\x13\n\x11HeartbeatResponse\"\x82\x01\n\nStepReport\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x36\n\x07metrics\x18\x02 \x03(\x0b\x32%.hacrl_fed.v1.StepReport.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x14\n\x12StepReportResponse2\xa9\x03\n\x07Session\x12\x43\n\x06GetRun\x12\x1b.hacrl_fed.v1.GetRunRequest\x1a\x1c.hacrl_fed.v1.GetRunResponse\x12=\n\x04Join\x12\x19.hacrl_fed.v1.JoinRequest\x1a\x1a.hacrl_fed.v1.JoinResponse\x12\x43\n\x06\x41ttend\x12\x1b.hacrl_fed.v1.AttendRequest\x1a\x1a.hacrl_fed.v1.SessionEvent0\x01\x12\x41\n\x05Reply\x12\x1b.hacrl_fed.v1.FlowerMessage\x1a\x1b.hacrl_fed.v1.ReplyResponse\x12L\n\tHeartbeat\x12\x1e.hacrl_fed.v1.HeartbeatRequest\x1a\x1f.hacrl_fed.v1.HeartbeatResponse\x12\x44\n\x06Report\x12\x18.hacrl_fed.v1.StepReport\x1a .hacrl_fed.v1.StepReportResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,35 +45,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREQUEST']._serialized_start=201
   _globals['_JOINREQUEST']._serialized_end=256
   _globals['_JOINRESPONSE']._serialized_start=258
-  _globals['_JOINRESPONSE']._serialized_end=312
-  _globals['_SCALAR']._serialized_start=314
-  _globals['_SCALAR']._serialized_end=403
-  _globals['_FLOWERMESSAGE']._serialized_start=406
-  _globals['_FLOWERMESSAGE']._serialized_end=840
-  _globals['_FLOWERMESSAGE_CONFIGENTRY']._serialized_start=703
-  _globals['_FLOWERMESSAGE_CONFIGENTRY']._serialized_end=770
-  _globals['_FLOWERMESSAGE_METRICSENTRY']._serialized_start=772
-  _globals['_FLOWERMESSAGE_METRICSENTRY']._serialized_end=840
-  _globals['_ATTENDREQUEST']._serialized_start=842
-  _globals['_ATTENDREQUEST']._serialized_end=857
-  _globals['_STATUS']._serialized_start=859
-  _globals['_STATUS']._serialized_end=929
-  _globals['_FINISHED']._serialized_start=931
-  _globals['_FINISHED']._serialized_end=957
-  _globals['_SESSIONEVENT']._serialized_start=960
-  _globals['_SESSIONEVENT']._serialized_end=1113
-  _globals['_REPLYRESPONSE']._serialized_start=1115
-  _globals['_REPLYRESPONSE']._serialized_end=1130
-  _globals['_HEARTBEATREQUEST']._serialized_start=1132
-  _globals['_HEARTBEATREQUEST']._serialized_end=1179
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1181
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1200
-  _globals['_STEPREPORT']._serialized_start=1203
-  _globals['_STEPREPORT']._serialized_end=1333
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=1287
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=1333
-  _globals['_STEPREPORTRESPONSE']._serialized_start=1335
-  _globals['_STEPREPORTRESPONSE']._serialized_end=1355
-  _globals['_SESSION']._serialized_start=1358
-  _globals['_SESSION']._serialized_end=1783
+  _globals['_JOINRESPONSE']._serialized_end=340
+  _globals['_SCALAR']._serialized_start=342
+  _globals['_SCALAR']._serialized_end=431
+  _globals['_FLOWERMESSAGE']._serialized_start=434
+  _globals['_FLOWERMESSAGE']._serialized_end=868
+  _globals['_FLOWERMESSAGE_CONFIGENTRY']._serialized_start=731
+  _globals['_FLOWERMESSAGE_CONFIGENTRY']._serialized_end=798
+  _globals['_FLOWERMESSAGE_METRICSENTRY']._serialized_start=800
+  _globals['_FLOWERMESSAGE_METRICSENTRY']._serialized_end=868
+  _globals['_ATTENDREQUEST']._serialized_start=870
+  _globals['_ATTENDREQUEST']._serialized_end=885
+  _globals['_STATUS']._serialized_start=887
+  _globals['_STATUS']._serialized_end=957
+  _globals['_FINISHED']._serialized_start=959
+  _globals['_FINISHED']._serialized_end=985
+  _globals['_SESSIONEVENT']._serialized_start=988
+  _globals['_SESSIONEVENT']._serialized_end=1141
+  _globals['_REPLYRESPONSE']._serialized_start=1143
+  _globals['_REPLYRESPONSE']._serialized_end=1158
+  _globals['_HEARTBEATREQUEST']._serialized_start=1160
+  _globals['_HEARTBEATREQUEST']._serialized_end=1207
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1209
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1228
+  _globals['_STEPREPORT']._serialized_start=1231
+  _globals['_STEPREPORT']._serialized_end=1361
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=1315
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=1361
+  _globals['_STEPREPORTRESPONSE']._serialized_start=1363
+  _globals['_STEPREPORTRESPONSE']._serialized_end=1383
+  _globals['_SESSION']._serialized_start=1386
+  _globals['_SESSION']._serialized_end=1811
 # @@protoc_insertion_point(module_scope)

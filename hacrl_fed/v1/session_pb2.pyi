@@ -30,12 +30,14 @@ class JoinRequest(_message.Message):
     def __init__(self, task_digest: _Optional[str] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("incarnation", "open_step")
+    __slots__ = ("incarnation", "open_step", "open_step_finished")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     OPEN_STEP_FIELD_NUMBER: _ClassVar[int]
+    OPEN_STEP_FINISHED_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     open_step: int
-    def __init__(self, incarnation: _Optional[int] = ..., open_step: _Optional[int] = ...) -> None: ...
+    open_step_finished: bool
+    def __init__(self, incarnation: _Optional[int] = ..., open_step: _Optional[int] = ..., open_step_finished: _Optional[bool] = ...) -> None: ...
 
 class Scalar(_message.Message):
     __slots__ = ("number", "integer", "boolean", "text")

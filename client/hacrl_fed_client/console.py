@@ -1,0 +1,69 @@
+"""What a person at a site sees: a line for each step, and below it what the site is doing and for whom it waits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.text import Text
+
+from hacrl_fed.v1 import session_pb2
+
+_REMEDY_EVERY = 10
+
+
+class SiteConsole:
+    """Prints for one agent. Safe to call from any thread, as rich's console is."""
+
+    def __init__(self, console: Console, agent: str) -> None:
+        self._console = console
+        self._agent = agent
+        self._spinner = console.status(Text(f"{agent}: starting"))
+        self._doing = "starting"
+        self._run_text = ""
+        self._next_remedy = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Shows the moving line below the others."""
+        with self._spinner:
+            yield
+
+    def tell(self, sentence: str) -> None:
+        """Prints a sentence."""
+        self._console.print(Text(f"{self._agent}: {sentence}"))
+
+    def doing(self, step: int, phase: str) -> None:
+        """Sets what the site is doing."""
+        self._doing = f"step {step}: {phase}"
+        self._show()
+
+    def status(self, status: session_pb2.Status) -> None:
+        """Sets what the run is doing."""
+        self._run_text = status.text
+        self._show()
+
+    def evaluated(self, when: str, accuracies: dict[str, float]) -> None:
+        """Prints held-out accuracies."""
+        text = ", ".join(f"{mode} {accuracy:.3f}" for mode, accuracy in accuracies.items()) or "no held-out prompts"
+        self.tell(f"held-out accuracy {when} training: {text}")
+
+    def stepped(self, step: int, steps: int, metrics: dict[str, float]) -> None:
+        """Prints a step that is done."""
+        reward = f"reward {metrics['reward_mean']:.3f}, " if "reward_mean" in metrics else ""
+        self.tell(
+            f"step {step + 1}/{steps}: {reward}{metrics.get('own_rollouts', 0):.0f} own and "
+            f"{metrics.get('cross_rollouts', 0):.0f} cross rollouts, {metrics.get('updates_made', 0):.0f} updates, "
+            f"{metrics.get('rollout_s', 0) + metrics.get('update_s', 0):.1f} s"
+        )
+
+    def few_live(self, step: int, share: float) -> None:
+        """Warns, with the remedy, now and then."""
+        if step >= self._next_remedy:
+            self._next_remedy = step + _REMEDY_EVERY
+            self.tell(
+                f"warning: only {share:.0%} of the others' correct rollouts carry gradient: their ratios lie outside the "
+                "band; set algorithm.hacpo.cross_band to signed and alpha to 0, or lower cross_clip_low"
+            )
+
+    def _show(self) -> None:
+        self._spinner.update(Text(f"{self._agent}: {self._doing}" + (f" · {self._run_text}" if self._run_text else "")))

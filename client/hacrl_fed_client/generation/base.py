@@ -1,0 +1,37 @@
+"""What a generation backend is: prompts in, sampled completions out."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hacrl_fed.records import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Ids that the policy sampled, the token that ended it included where ``finish_reason`` is stop."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+class Generator(Protocol):
+    """Samples from the policy's own distribution: temperature 1, no cut of the vocabulary, no penalty."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], samples: int, max_new_tokens: int, *, greedy: bool, seed: int
+    ) -> Iterator[list[Completion]]:
+        """Yields the ``samples`` completions of each prompt, in the prompts' order, as soon as they are there.
+
+        ``greedy`` takes the likeliest token at each position, for evaluation. The same seed, prompts and policy give
+        the same tokens; no other random state is read or changed.
+        """
+        ...
+
+
+def cut_at_end(token_ids: Sequence[int], eos_ids: frozenset[int]) -> Completion:
+    """The ids up to and including the first that ends a completion, or all of them where none does."""
+    for index, token_id in enumerate(token_ids):
+        if token_id in eos_ids:
+            return Completion(tuple(token_ids[: index + 1]), FinishReason.STOP)
+    return Completion(tuple(token_ids), FinishReason.LENGTH)

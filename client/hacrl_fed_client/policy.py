@@ -1,0 +1,260 @@
+"""The policy: a causal language model with its tokenizer, how it renders prompts, scores completions and is saved."""
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from hacrl_fed.config import Lora, SiteConfig
+from hacrl_fed.errors import HacrlFedError, UserError
+from hacrl_fed_client.batching import micro_batches
+from hacrl_fed_client.loading import load_model, load_tokenizer, take_eos_ids
+from hacrl_fed_client.retokenize import tokenizer_digest
+
+# Prompt ids and completion ids of a sequence to score; neither may be empty.
+PromptAndCompletion = tuple[Sequence[int], Sequence[int]]
+
+
+class Policy:
+    """A model that is trained, whole or by LoRA, and the tokenizer it goes with.
+
+    Dropout of the model itself is always off: GSPO's clip range (3e-4) is narrower than the noise that it makes.
+    Dropout of LoRA is on where a gradient is taken.
+
+    Attributes:
+        name: the folder or hub id it was loaded from.
+        eos_ids: ids that end a completion, the end of turn first.
+        tokenizer_digest: equal for policies that read each other's ids alike.
+        context_length: tokens of prompt and completion together, or None where the model has no limit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerFast,
+        eos_ids: tuple[int, ...],
+        reference: PreTrainedModel | None,
+        autocast: bool,
+    ) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.tokenizer_digest = tokenizer_digest(tokenizer, eos_ids)
+        self.device = next(model.parameters()).device
+        self._model = model
+        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        self._reference = reference
+        self._autocast = autocast
+        self.context_length: int | None = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
+
+    @classmethod
+    def load(cls, name: str, config: SiteConfig, seed: int, *, with_reference: bool) -> "Policy":
+        """Loads a folder or a hub id, and readies it for training.
+
+        ``seed`` is that of LoRA's initial weights. ``with_reference`` keeps what the KL needs: a frozen copy of full
+        weights; with LoRA it costs nothing. In bfloat16, full weights stay in float32 and only the arithmetic is
+        bfloat16 (small updates would be rounded away); with LoRA the frozen weights are bfloat16 and the adapter
+        float32. Raises UserError where the model, its tokenizer, the device or LoRA's target modules do not fit.
+        """
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        device = _device(config.device)
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+        tokenizer = load_tokenizer(name)
+        base = load_model(name, dtype if config.lora else torch.float32)
+        eos_ids = take_eos_ids(name, base, tokenizer)
+        torch.nn.Module.to(base, device)
+        if config.lora is not None:
+            model = _with_lora(name, base, config.lora, seed)
+            return cls(name, model, tokenizer, eos_ids, reference=None, autocast=False)
+        reference = copy.deepcopy(base).requires_grad_(False) if with_reference else None
+        return cls(name, base, tokenizer, eos_ids, reference, autocast=dtype is not torch.float32)
+
+    @property
+    def end_of_turn_id(self) -> int:
+        """The id that is appended to a peer's finished completion."""
+        return self.eos_ids[0]
+
+    @property
+    def weight_bytes(self) -> int:
+        """What all weights weigh, in bytes: what would have to be sent if they were shared."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self._model.parameters())
+
+    def render_prompt(self, text: str) -> list[int]:
+        """Ids of a prompt: a user's turn by the chat template where there is one, else the plain text.
+
+        Raises UserError for a prompt without any token.
+        """
+        if self.tokenizer.chat_template is not None:
+            chat = [{"role": "user", "content": text}]
+            ids = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = self.tokenizer.encode(text)
+        if not ids:
+            raise UserError(f"the prompt {text!r} has no token in the tokenizer of {self.name}: give it some text")
+        return list(ids)
+
+    def token_logps(
+        self, sequences: Sequence[PromptAndCompletion], *, gradient: bool = False, reference: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs (B, T) float32, in nats, of the completions' tokens, and the mask (B, T) bool of those that exist.
+
+        T is the longest completion; a row begins at its completion's first token. Rows are padded on the right. With
+        ``reference``, under the policy as it was loaded, without gradient.
+        """
+        assert all(prompt and completion for prompt, completion in sequences)
+        prompt_lengths = torch.tensor([len(prompt) for prompt, _ in sequences])
+        lengths_B = torch.tensor([len(completion) for _, completion in sequences])
+        rows = [[*prompt, *completion] for prompt, completion in sequences]
+        width = max(len(row) for row in rows)
+        # The padding's id does not matter: masks come from lengths, and the model is causal.
+        input_ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        attention_mask = torch.arange(width) < (prompt_lengths + lengths_B)[:, None]
+        mask_BT = torch.arange(int(lengths_B.max())) < lengths_B[:, None]
+        # The token at position p is predicted at p - 1. Row and position of each completion token, row by row:
+        row_N, offset_N = mask_BT.nonzero(as_tuple=True)
+        position_N = prompt_lengths[row_N] + offset_N
+        targets_N = input_ids[row_N, position_N]
+
+        kept = width - int(prompt_lengths.min()) + 1 if self._keeps_logits else width
+        keep = {"logits_to_keep": kept} if self._keeps_logits else {}
+        with (
+            torch.set_grad_enabled(gradient and not reference),
+            self.forward_context(training=gradient, reference=reference) as model,
+        ):
+            logits = model(
+                input_ids=input_ids.to(self.device),
+                attention_mask=attention_mask.long().to(self.device),
+                use_cache=False,
+                **keep,
+            ).logits
+            logits_NV = logits[row_N.to(self.device), (position_N - 1 - (width - kept)).to(self.device)]
+            logps_N = -functional.cross_entropy(logits_NV.float(), targets_N.to(self.device), reduction="none")
+            mask_BT = mask_BT.to(self.device)
+            logps_BT = torch.zeros(mask_BT.shape, device=self.device).masked_scatter(mask_BT, logps_N)
+        return logps_BT, mask_BT
+
+    def score(
+        self, sequences: Sequence[PromptAndCompletion], micro_batch_tokens: int, check: Callable[[], None]
+    ) -> list[float]:
+        """Summed log-prob of each completion, in nats, without gradient. ``check`` is called between micro-batches."""
+        sums = [0.0] * len(sequences)
+        lengths = [len(prompt) + len(completion) for prompt, completion in sequences]
+        for batch in micro_batches(lengths, micro_batch_tokens):
+            check()
+            logps_BT, _ = self.token_logps([sequences[i] for i in batch])
+            for index, total in zip(batch, logps_BT.double().sum(-1).tolist(), strict=True):
+                sums[index] = total
+        return sums
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that are trained."""
+        return [parameter for _, parameter in self._trainable()]
+
+    def trainable_state(self) -> dict[str, Tensor]:
+        """What training changes, by name, on the CPU: the adapter, or all weights."""
+        return {name: parameter.detach().cpu().clone() for name, parameter in self._trainable()}
+
+    def load_trainable_state(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over what ``trainable_state`` gave. Raises UserError where names or shapes differ."""
+        parameters = dict(self._trainable())
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        if shapes != {name: tensor.shape for name, tensor in state.items()}:
+            raise UserError(
+                f"the checkpoint is of another model or LoRA setting than {self.name}: use those it began with"
+            )
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(state[name])
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes a folder that from_pretrained loads: whole weights, LoRA merged into them, tokenizer, model card.
+
+        Its generation configuration names the ending tokens only. Raises HacrlFedError where it cannot be written.
+        """
+        model: Any = self._model
+        if isinstance(model, PeftModel):
+            # Merged on a copy, so that the policy can still be used.
+            model = copy.deepcopy(model).merge_and_unload()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            (folder / "README.md").write_text(self._model_card(), encoding="utf-8")
+        except (OSError, SafetensorError) as error:
+            raise HacrlFedError(f"the model cannot be written to {folder}: {error}") from error
+
+    @contextlib.contextmanager
+    def forward_context(self, *, training: bool, reference: bool = False) -> Iterator[Any]:
+        """The model to call within, in the right arithmetic; dropout (of LoRA only) is on where ``training``."""
+        model: Any = self._model
+        with contextlib.ExitStack() as stack:
+            if self._autocast:
+                stack.enter_context(torch.autocast(self.device.type, torch.bfloat16))
+            if isinstance(model, PeftModel):
+                if reference:
+                    stack.enter_context(model.disable_adapter())
+                for name, module in model.named_modules():
+                    if name.rpartition(".")[2] == "lora_dropout":
+                        module.train(training and not reference)
+            elif reference:
+                assert self._reference is not None, "loaded without a reference"
+                model = self._reference
+            yield model
+
+    def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad]
+
+    def _model_card(self) -> str:
+        base = Path(self.name).name
+        how = "LoRA, merged into the weights" if isinstance(self._model, PeftModel) else "all weights"
+        return (
+            "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+            "tags:\n- reinforcement-learning\n- hacrl-fed\n---\n\n"
+            f"# {base}, trained with hacrl-fed\n\n"
+            f"Trained from `{base}` by reinforcement learning with verifiable rewards in a federation that shares "
+            f"rollouts and no weights ({how}; sampled at temperature 1 without top-p or top-k).\n"
+            "The licence and the limits of the model that it was trained from apply.\n"
+        )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {name!r} cannot be used here: say auto, cpu or cuda") from error
+    return device
+
+
+def _with_lora(name: str, model: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
+    targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=cast(int, lora.alpha),  # annotated too narrowly: only divided by r
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        try:
+            adapted = get_peft_model(model, config)
+        except ValueError as error:
+            raise UserError(f"lora.target_modules do not fit {name}: {error}") from error
+    adapted.eval()
+    return adapted

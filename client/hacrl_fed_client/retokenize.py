@@ -1,0 +1,129 @@
+"""Between text and token ids: own completions to text, and peers' text to the learner's ids.
+
+Peer text must only ever give ids that ordinary text gives. `split_special_tokens` leaves added tokens that are not
+flagged special (such as <think>) in force, so peer text is encoded by a copy of the tokenizer that has no added token.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from hacrl_fed.records import FinishReason
+
+
+class Retokenizer:
+    """Text to ids and back, for a tokenizer and the ids that end its completions (the end of turn first)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._end_of_turn = eos_ids[0]
+        state: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+        hidden = _hidden_tokens(state)
+        vocabulary = tokenizer.get_vocab()
+        self._ordinary_ids = set(vocabulary.values()) - {vocabulary[token] for token in hidden} - self._eos_ids
+        self._plain = _without_added_tokens(state, hidden)
+
+    def encode(self, texts: Sequence[str], finished: Sequence[bool]) -> list[list[int]]:
+        """Ids of each text as ordinary text, with the end of turn appended where its source finished."""
+        encodings = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [
+            [*encoding.ids, self._end_of_turn] if done else list(encoding.ids)
+            for encoding, done in zip(encodings, finished, strict=True)
+        ]
+
+    def reads_as(self, token_ids: Sequence[int], text: str, finish_reason: FinishReason) -> bool:
+        """Whether a peer's ids, of the same tokenizer, are ordinary ones that decode to its text and end as it says."""
+        finished = bool(token_ids) and token_ids[-1] in self._eos_ids
+        body = token_ids[:-1] if finished else token_ids
+        return (
+            finished == (finish_reason is FinishReason.STOP)
+            and self._ordinary_ids.issuperset(body)
+            and self.decode([token_ids]) == [text]
+        )
+
+    def decode(self, completions: Sequence[Sequence[int]]) -> list[str]:
+        """Text of each own completion, without the token that ended it; any other special token shows as its text."""
+        bodies = [list(ids[:-1]) if ids and ids[-1] in self._eos_ids else list(ids) for ids in completions]
+        return [self._decode(body) for body in bodies]
+
+    def round_trips(self, completions: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether encode(decode(ids)) == ids, for each own completion; where not, peers learn from other ids."""
+        finished = [bool(ids) and ids[-1] in self._eos_ids for ids in completions]
+        encoded = self.encode(self.decode(completions), finished)
+        return [
+            # Which of several ending tokens it was is no matter of the text.
+            again[:-1] == list(ids[:-1]) if done else again == list(ids)
+            for again, ids, done in zip(encoded, completions, finished, strict=True)
+        ]
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return cast(str, text)  # annotated for batches too
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int]) -> str:
+    """SHA-256 over the vocabulary, merges (or piece scores), added tokens and ending ids, in a canonical form.
+
+    Agents with the same digest read each other's ids alike, whatever library version wrote their files.
+    """
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    added = tokenizer.added_tokens_decoder.items()
+    canonical = {
+        "kind": model["type"],
+        "vocab": model["vocab"],
+        "merges": _merges(model),
+        "added": [[token_id, token.content, token.special] for token_id, token in sorted(added)],
+        "eos": list(eos_ids),
+    }
+    text = json.dumps(canonical, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _hidden_tokens(state: dict[str, Any]) -> set[str]:
+    """Added tokens, in a tokenizer's JSON, that ordinary text must not give.
+
+    That is all but single characters (some repositories pad with "!") and those not flagged special that merges make
+    (runs of spaces): they are ordinary text.
+    """
+    made = {left + right for left, right in _merges(state["model"])}
+    return {
+        token["content"]
+        for token in state["added_tokens"]
+        if len(token["content"]) > 1 and (token["special"] or token["content"] not in made)
+    }
+
+
+def _without_added_tokens(state: dict[str, Any], hidden: set[str]) -> Tokenizer:
+    """The pipeline of a tokenizer's JSON, which is changed, without added tokens.
+
+    Models that look up whole pieces (Unigram, WordPiece, WordLevel, BPE with ignore_merges) would still find "</s>"
+    among their own entries, and some converted ones hold merges that make it: so the ``hidden`` entries are renamed and
+    such merges dropped. The unknown token keeps its id, under its new name.
+    """
+    model = state["model"]
+
+    def rename(entry: str) -> str:
+        # No text holds NUL: admission refuses control characters.
+        return f"\0{entry}" if entry in hidden else entry
+
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {rename(entry): token_id for entry, token_id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[rename(entry), score] for entry, score in model["vocab"]]
+    if "merges" in model:
+        model["merges"] = [[left, right] for left, right in _merges(model) if not hidden & {left, right, left + right}]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = rename(model["unk_token"])
+    state.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def _merges(model: dict[str, Any]) -> list[tuple[str, str]]:
+    """Merges of a BPE model's JSON, which older files write as "a b" and newer ones as ["a", "b"]; none for others."""
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())]
+    return [(left, right) for left, right in merges]

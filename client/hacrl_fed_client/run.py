@@ -1,0 +1,263 @@
+"""The client process: checks the user's files, joins the run, puts the site together and follows the coordinator's orders."""
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.app import Context, RecordDict
+from rich.console import Console
+
+from hacrl_fed.algorithms.hacpo import CapabilityTracker
+from hacrl_fed.algorithms.methods import METHODS
+from hacrl_fed.config import AlgorithmConfig, RunConfig, SiteConfig, merged_algorithm
+from hacrl_fed.errors import HacrlFedError, UserError
+from hacrl_fed.protocol import digests, flower, keys, transport
+from hacrl_fed.protocol import roster as rosters
+from hacrl_fed.protocol.roster import Roster
+from hacrl_fed.records import SamplingParameters
+from hacrl_fed.tasks.base import Task
+from hacrl_fed.tasks.registry import load_task
+from hacrl_fed.tasks.schedule import step_prompts
+from hacrl_fed.verifiers.pool import VerifierPool
+from hacrl_fed_client import checkpoint
+from hacrl_fed_client.admission import Admission, StepExpectation
+from hacrl_fed_client.app import MESSAGE_TYPES, build_client_app
+from hacrl_fed_client.console import SiteConsole
+from hacrl_fed_client.egress import Egress
+from hacrl_fed_client.generation.hf import HfGenerator
+from hacrl_fed_client.inbox import Inbox
+from hacrl_fed_client.loading import load_tokenizer
+from hacrl_fed_client.policy import Policy
+from hacrl_fed_client.publisher import Publisher
+from hacrl_fed_client.retokenize import Retokenizer
+from hacrl_fed_client.session import Joined, Session
+from hacrl_fed_client.site import Exchanging, Progress, Site
+from hacrl_fed_client.update import Updater
+
+_VERIFIER_PROCESSES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Joining:
+    """What is known once the site has joined."""
+
+    run: RunConfig
+    algorithm: AlgorithmConfig
+    task: Task
+    genesis: str
+    joined: Joined
+
+
+def run_client(
+    address: str,
+    agent: str,
+    model: str,
+    roster_file: Path,
+    key_file: Path,
+    run_dir: Path,
+    tls: transport.ClientTls | None,
+    allow_remote: bool,
+    site_config: SiteConfig,
+    base_dir: Path,
+    console: Console,
+) -> None:
+    """Trains until the run is over. Raises UserError for what the user has to mend, RefusedError for what the server refuses.
+
+    ``base_dir`` is what relative paths in ``site_config`` are relative to.
+    """
+    started = time.monotonic()
+    # What can be wrong on this side is found out before anything leaves it.
+    roster = rosters.load(roster_file)
+    key = keys.load_private_key(key_file)
+    if keys.format_public_key(key.public_key()) != roster.agent(agent).public_key:
+        raise UserError(
+            f"{key_file} is not the key of agent {agent} in {roster_file}: give the one that the roster lists"
+        )
+    load_tokenizer(model)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    shown = SiteConsole(console, agent)
+    egress = Egress(run_dir, site_config.limits.egress_bytes_per_step)
+    session = Session(
+        transport.parse_address(address),
+        tls,
+        allow_remote,
+        key,
+        roster,
+        agent,
+        site_config.connect_s,
+        egress,
+        shown.tell,
+    )
+    with shown.running():
+        try:
+            run, payload = session.get_run()
+            algorithm = merged_algorithm(run, site_config)
+            task = load_task(run.task.id, site_config.tasks, base_dir)
+            if run.task.digest not in (None, task.digest):
+                raise UserError(
+                    f"task {task.id} differs: this site's digest is {task.digest}, and the run's {run.task.digest}; "
+                    "all sites need the same prompts, answers and verifier under this id"
+                )
+            genesis = digests.genesis_digest(roster.digest, payload, task.digest)
+            _write_config(run_dir, agent, model, run, site_config)
+            policy = Policy.load(model, site_config, run.seed, with_reference=algorithm.kl_coef > 0)
+            joining = _Joining(run, algorithm, task, genesis, session.join(task.digest))
+            with VerifierPool(task.verifier, site_config.verifier_timeout_s, _VERIFIER_PROCESSES) as verifiers:
+                site = _build_site(
+                    joining, policy, verifiers, session, egress, key, roster, agent, site_config, run_dir, shown
+                )
+                session.attend(shown.status)
+                _follow_orders(session, site, roster, agent)
+                site.finish()
+            _write_summary(run_dir, joining, site, egress, policy, agent, time.monotonic() - started)
+            shown.tell(f"the run is complete; the model is in {run_dir / 'model'}")
+        finally:
+            session.close()
+            egress.close()
+
+
+def _build_site(
+    joining: _Joining,
+    policy: Policy,
+    verifiers: VerifierPool,
+    session: Session,
+    egress: Egress,
+    key: Ed25519PrivateKey,
+    roster: Roster,
+    agent: str,
+    config: SiteConfig,
+    run_dir: Path,
+    shown: SiteConsole,
+) -> Site:
+    """The site, as its newest checkpoint left it."""
+    run, algorithm = joining.run, joining.algorithm
+    updater = Updater(policy, agent, algorithm, config.optimizer, config.micro_batch_tokens)
+    tracker = CapabilityTracker(algorithm.hacpo.window)
+    progress = Progress(genesis=joining.genesis, next_step=0, previous_manifest=joining.genesis)
+    if saved := checkpoint.latest(run_dir / "checkpoints"):
+        if saved.extra["genesis"] != joining.genesis:
+            raise UserError(f"{run_dir} holds the checkpoints of another run: choose another --run-dir")
+        policy.load_trainable_state(saved.policy)
+        updater.optimizer.load_state_dict(saved.optimizer)
+        updater.scheduler.load_state_dict(saved.scheduler)
+        checkpoint.restore_random_state(saved.random_state)
+        state = dict(saved.extra)
+        tracker.load_state_dict(state.pop("capabilities"))
+        progress = Progress(**{**state, "totals": Counter(state["totals"]), "refused": Counter(state["refused"])})
+        egress.restore(progress.sent_bytes, progress.received_bytes)
+        shown.tell(f"resuming from the checkpoint before step {progress.next_step + 1}")
+    exchanging = None
+    if METHODS[algorithm.method].shares:
+        exchanging = _build_exchanging(joining, policy, verifiers, session, key, roster, agent, progress)
+    return Site(
+        agent=agent,
+        run=run,
+        algorithm=algorithm,
+        config=config,
+        task=joining.task,
+        policy=policy,
+        generator=HfGenerator(policy, config.generation_rows),
+        updater=updater,
+        tracker=tracker,
+        verifiers=verifiers,
+        session=session,
+        exchanging=exchanging,
+        progress=progress,
+        run_dir=run_dir,
+        console=shown,
+    )
+
+
+def _build_exchanging(
+    joining: _Joining,
+    policy: Policy,
+    verifiers: VerifierPool,
+    session: Session,
+    key: Ed25519PrivateKey,
+    roster: Roster,
+    agent: str,
+    progress: Progress,
+) -> Exchanging:
+    run, task = joining.run, joining.task
+
+    def expect(step: int, previous_manifest: str) -> StepExpectation:
+        prompts = step_prompts(task.train, run.prompts_per_step, run.seed, step)
+        return StepExpectation(step, previous_manifest, {prompt.id: prompt for prompt in prompts})
+
+    admission = Admission(
+        agent,
+        roster,
+        run.limits,
+        run.group_size,
+        run.max_new_tokens,
+        verifiers,
+        # Of its own, since a tokenizer is not safe to use from two threads.
+        Retokenizer(load_tokenizer(policy.name), policy.eos_ids),
+        policy.tokenizer_digest,
+    )
+    inbox = Inbox(roster, admission, expect, progress.next_step, progress.previous_manifest)
+    publisher = Publisher(
+        session,
+        inbox,
+        key,
+        roster.run,
+        agent,
+        SamplingParameters(run.max_new_tokens),
+        policy.tokenizer_digest,
+        run.limits.chunk_bytes,
+    )
+    session.start_reader(lambda: inbox.read(session.subscribe(lambda: inbox.reading_step)))
+    return Exchanging(inbox, admission, publisher, joining.joined)
+
+
+def _follow_orders(session: Session, site: Site, roster: Roster, agent: str) -> None:
+    """Calls the site's ClientApp for every order, until the run is over."""
+    app = build_client_app(site)
+    node_id, run_id = flower.node_id(agent), flower.run_id(roster.run)
+    context = Context(run_id=run_id, node_id=node_id, node_config={}, state=RecordDict(), run_config={})
+    for order in session.orders():
+        try:
+            message = flower.from_proto(order, run_id=run_id, src_node_id=flower.SERVER_NODE_ID, dst_node_id=node_id)
+        except ValueError as error:
+            raise HacrlFedError(f"the coordinator's order is not valid: {error}") from None
+        if message.metadata.message_type not in MESSAGE_TYPES:
+            raise HacrlFedError(f"the coordinator orders {message.metadata.message_type!r}, which no site does")
+        session.reply(flower.to_proto(app(message, context)))
+
+
+def _write_config(run_dir: Path, agent: str, model: str, run: RunConfig, site: SiteConfig) -> None:
+    resolved = {
+        "agent": agent,
+        "model": model,
+        "run": run.model_dump(mode="json"),
+        "site": site.model_dump(mode="json"),
+    }
+    (run_dir / "config.json").write_text(json.dumps(resolved, indent=2), encoding="utf-8")
+
+
+def _write_summary(
+    run_dir: Path, joining: _Joining, site: Site, egress: Egress, policy: Policy, agent: str, wall_s: float
+) -> None:
+    progress = site.progress
+    summary = {
+        "method": joining.algorithm.method,
+        "seed": joining.run.seed,
+        "steps": joining.run.steps,
+        "wall_s": round(wall_s, 3),
+        "agents": {
+            agent: {
+                "before": progress.evaluations.get("before", {}),
+                "after": progress.evaluations.get("after", {}),
+                "own_rollouts": progress.totals["own_rollouts"],
+                "cross_rollouts": progress.totals["cross_rollouts"],
+                "refused": dict(site.all_refused()),
+                "egress_bytes": egress.sent_bytes,
+                "ingress_bytes": egress.received_bytes,
+                "weight_bytes": policy.weight_bytes,
+            }
+        },
+    }
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")

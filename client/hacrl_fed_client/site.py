@@ -1,0 +1,344 @@
+"""One agent's training: roll out, share, wait for the manifest, learn; step by step, in the order in which things happen."""
+
+import json
+import logging
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+from hacrl_fed.algorithms.hacpo import CapabilityTracker
+from hacrl_fed.algorithms.methods import METHODS
+from hacrl_fed.config import AlgorithmConfig, RunConfig, SiteConfig
+from hacrl_fed.records import Participation, Rollout
+from hacrl_fed.tasks.base import Prompt, Task
+from hacrl_fed.tasks.schedule import step_prompts
+from hacrl_fed.verifiers.pool import VerifierPool
+from hacrl_fed_client import checkpoint
+from hacrl_fed_client.admission import Admission, AdmittedRollout
+from hacrl_fed_client.console import SiteConsole
+from hacrl_fed_client.generation.base import Completion, Generator
+from hacrl_fed_client.inbox import ClosedStep, Inbox
+from hacrl_fed_client.learning import training_rollouts
+from hacrl_fed_client.policy import Policy
+from hacrl_fed_client.publisher import OwnStep, Publisher
+from hacrl_fed_client.retokenize import Retokenizer
+from hacrl_fed_client.session import Joined, Session, StepClosedError
+from hacrl_fed_client.update import Updater
+
+_log = logging.getLogger(__name__)
+
+_FEW_LIVE = 0.2
+
+
+@dataclass
+class Progress:
+    """Where a site is; what its checkpoints hold beside the policy. ``genesis`` is the run's digest, which never changes."""
+
+    genesis: str
+    next_step: int
+    previous_manifest: str
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    totals: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanging:
+    """What a site has while it shares rollouts."""
+
+    inbox: Inbox
+    admission: Admission
+    publisher: Publisher
+    joined: Joined
+
+
+class Site:
+    """Does what the coordinator orders with this site's policy. Every method may be called again after a restart."""
+
+    def __init__(
+        self,
+        agent: str,
+        run: RunConfig,
+        algorithm: AlgorithmConfig,
+        config: SiteConfig,
+        task: Task,
+        policy: Policy,
+        generator: Generator,
+        updater: Updater,
+        tracker: CapabilityTracker,
+        verifiers: VerifierPool,
+        session: Session,
+        exchanging: Exchanging | None,
+        progress: Progress,
+        run_dir: Path,
+        console: SiteConsole,
+    ) -> None:
+        """``exchanging`` is None for a method that trains alone."""
+        self._agent = agent
+        self._run = run
+        self._algorithm = algorithm
+        self._config = config
+        self._task = task
+        self._policy = policy
+        self._retokenizer = Retokenizer(policy.tokenizer, policy.eos_ids)
+        self._generator = generator
+        self._updater = updater
+        self._tracker = tracker
+        self._verifiers = verifiers
+        self._session = session
+        self._exchanging = exchanging
+        self.progress = progress
+        self._run_dir = run_dir
+        self._console = console
+        self._group_size = run.group_size * METHODS[algorithm.method].group_multiplier
+
+    def train_until(self, until_step: int) -> dict[str, float]:
+        """Does all steps before ``until_step`` that are not done yet. Returns the newest step's metrics."""
+        self.evaluate("before")
+        metrics: dict[str, float] = {}
+        while self.progress.next_step < min(until_step, self._run.steps):
+            metrics = self._step(self.progress.next_step) or metrics
+        return metrics
+
+    def evaluate(self, when: str) -> dict[str, float]:
+        """Held-out accuracy, greedy and sampled; measured once for each ``when`` and then remembered."""
+        if not self._run.evaluation.prompts:
+            return {}
+        if when in self.progress.evaluations:
+            return self.progress.evaluations[when]
+        prompts = self._task.held_out[: self._run.evaluation.prompts]
+        prompt_ids = self._prompt_ids(prompts)
+        prompts = tuple(prompt for prompt in prompts if prompt.id in prompt_ids)
+        accuracies: dict[str, float] = {}
+        for mode in ("greedy", "sampled"):
+            self._doing(f"evaluating {when}, {mode}")
+            items = []
+            groups = self._generator.generate(
+                [prompt_ids[prompt.id] for prompt in prompts],
+                1,
+                self._run.max_new_tokens,
+                greedy=mode == "greedy",
+                seed=self._seed("evaluation"),
+            )
+            for prompt, completions in zip(prompts, groups, strict=True):
+                self._session.check()
+                items.append((prompt, self._retokenizer.decode([completions[0].token_ids])[0]))
+            verdicts = self._verifiers.verify_all(items)
+            rewards = [verdict.reward for verdict in verdicts if verdict.reward is not None]
+            if rewards:
+                accuracies[mode] = statistics.fmean(rewards)
+        self.progress.evaluations[when] = accuracies
+        self._console.evaluated(when, accuracies)
+        self._save()
+        return accuracies
+
+    def finish(self) -> None:
+        """Writes the final model and the summary."""
+        self._doing("saving the model")
+        self._policy.save_pretrained(self._run_dir / "model")
+
+    def _step(self, step: int) -> dict[str, float] | None:
+        """One step; None where it was closed while this site was away, and nothing is learned from it."""
+        started = time.monotonic()
+        prompts = step_prompts(self._task.train, self._run.prompts_per_step, self._run.seed, step)
+        prompt_ids = self._prompt_ids(prompts)
+        if self._exchanging is None:
+            rollouts = [
+                rollout for groups in self._roll_out(step, prompts, prompt_ids) for group in groups for rollout in group
+            ]
+            manifest = self.progress.previous_manifest
+        else:
+            closed = self._share(self._exchanging, step, prompts, prompt_ids)
+            manifest = closed.digest
+            entry = closed.manifest.by_agent.get(self._agent)
+            away = step < self._exchanging.joined.open_step
+            if away and (entry is None or entry.participation is Participation.ABSENT):
+                self._advance(step, manifest)
+                return None
+            rollouts, missing = closed.rollouts()
+            self.progress.totals["missing_chunks"] += missing
+            rollouts = [rollout for rollout in rollouts if rollout.rollout.prompt_id in prompt_ids]
+        generated_at = time.monotonic()
+        metrics = self._learn(step, rollouts, prompt_ids)
+        metrics |= {"rollout_s": generated_at - started, "update_s": time.monotonic() - generated_at}
+        self._advance(step, manifest)
+        self._report(step, metrics)
+        return metrics
+
+    def _share(
+        self, exchanging: Exchanging, step: int, prompts: tuple[Prompt, ...], prompt_ids: Mapping[str, tuple[int, ...]]
+    ) -> ClosedStep:
+        """Publishes own rollouts of an open step, where no earlier process has, and waits for its manifest."""
+        joined = exchanging.joined
+        if step > joined.open_step or (step == joined.open_step and not joined.open_step_finished):
+            own_step = OwnStep(step, self.progress.previous_manifest, self._updater.updates_made)
+            left = len(prompts)
+            try:
+                for groups in self._roll_out(step, prompts, prompt_ids):
+                    if exchanging.inbox.has_closed(step):
+                        raise StepClosedError
+                    left -= len(groups)
+                    exchanging.publisher.publish(own_step, groups, final=left == 0)
+            except StepClosedError:
+                _log.warning("step %d was closed before this site had finished its rollouts", step)
+        self._doing("waiting for the others")
+        deadlines = self._run.deadlines
+
+        def check() -> None:
+            self._session.check()
+            exchanging.publisher.check()
+
+        return exchanging.inbox.wait_closed(step, deadlines.step_s + deadlines.pause_s, check)
+
+    def _roll_out(
+        self, step: int, prompts: tuple[Prompt, ...], prompt_ids: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[list[list[AdmittedRollout]]]:
+        """Generates, verifies and scores a few groups at a time; a prompt that is too long for this site gives an empty one."""
+        self._doing("generating")
+        rollable = [prompt for prompt in prompts if prompt.id in prompt_ids]
+        if len(rollable) < len(prompts):
+            yield [[] for _ in range(len(prompts) - len(rollable))]
+        generated = self._generator.generate(
+            [prompt_ids[prompt.id] for prompt in rollable],
+            self._group_size,
+            self._run.max_new_tokens,
+            greedy=False,
+            seed=self._seed(str(step)),
+        )
+        at_once = max(1, self._config.generation_rows // self._group_size)
+        batch: list[tuple[Prompt, list[Completion]]] = []
+        for number, (prompt, completions) in enumerate(zip(rollable, generated, strict=True), start=1):
+            self._session.check()
+            batch.append((prompt, completions))
+            if len(batch) == at_once or number == len(rollable):
+                yield self._verified(batch, prompt_ids)
+                batch = []
+
+    def _verified(
+        self, batch: list[tuple[Prompt, list[Completion]]], prompt_ids: Mapping[str, tuple[int, ...]]
+    ) -> list[list[AdmittedRollout]]:
+        """Rewards and scores of generated groups. A completion that could not be verified is left out, and counted."""
+        rows = [(prompt, index, completion) for prompt, group in batch for index, completion in enumerate(group)]
+        texts = self._retokenizer.decode([completion.token_ids for _, _, completion in rows])
+        verdicts = self._verifiers.verify_all([(row[0], text) for row, text in zip(rows, texts, strict=True)])
+        logp_sums = self._policy.score(
+            [(prompt_ids[prompt.id], completion.token_ids) for prompt, _, completion in rows],
+            self._config.micro_batch_tokens,
+            self._session.check,
+        )
+        groups: dict[str, list[AdmittedRollout]] = {prompt.id: [] for prompt, _ in batch}
+        for (prompt, index, completion), text, verdict, logp_sum in zip(rows, texts, verdicts, logp_sums, strict=True):
+            if verdict.reward is None:
+                self.progress.refused["own/unverifiable"] += 1
+                _log.warning("a completion of this site could not be verified: %s", verdict.reason)
+                continue
+            rollout = Rollout(
+                prompt_id=prompt.id,
+                sample_index=index,
+                text=text,
+                finish_reason=completion.finish_reason,
+                reward=verdict.reward,
+                logp_sum=min(0.0, logp_sum),
+                token_count=len(completion.token_ids),
+                eos_only=not text and len(completion.token_ids) == 1,
+                token_ids=completion.token_ids,
+            )
+            groups[prompt.id].append(AdmittedRollout(self._agent, rollout, completion.token_ids))
+        return list(groups.values())
+
+    def _learn(
+        self, step: int, rollouts: list[AdmittedRollout], prompt_ids: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, float]:
+        self._doing("updating")
+        if not rollouts:
+            _log.warning("step %d has no rollouts to learn from", step)
+            return {}
+        trained, metrics = training_rollouts(rollouts, prompt_ids, self._agent, self._tracker, self._algorithm)
+        metrics |= self._updater.step(trained, self._session.check)
+        self.progress.totals.update(
+            own_rollouts=int(metrics["own_rollouts"]), cross_rollouts=int(metrics["cross_rollouts"])
+        )
+        live = metrics.get("cross/live_share_positive", 1.0)
+        if live < _FEW_LIVE:
+            self._console.few_live(step, live)
+        _write_rollouts(
+            self._run_dir / "rollouts" / f"step-{step:06d}.jsonl", rollouts, [row.advantage for row in trained]
+        )
+        return metrics
+
+    def _advance(self, step: int, manifest: str) -> None:
+        self.progress.next_step = step + 1
+        self.progress.previous_manifest = manifest
+        if self._exchanging:
+            self._exchanging.inbox.forget(step)
+        if self.progress.next_step % self._config.checkpoint_every == 0 or self.progress.next_step == self._run.steps:
+            self._save()
+
+    def _report(self, step: int, metrics: dict[str, float]) -> None:
+        with (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "agent": self._agent, **metrics}) + "\n")
+        self._session.report(step, metrics)
+        self._console.stepped(step, self._run.steps, metrics)
+
+    def _save(self) -> None:
+        progress = asdict(self.progress)
+        progress["refused"] = dict(self.all_refused())
+        progress["capabilities"] = self._tracker.state_dict()
+        egress = self._session.egress
+        progress["sent_bytes"], progress["received_bytes"] = egress.sent_bytes, egress.received_bytes
+        state = checkpoint.Checkpoint(
+            step=self.progress.next_step,
+            policy=self._policy.trainable_state(),
+            optimizer=self._updater.optimizer.state_dict(),
+            scheduler=self._updater.scheduler.state_dict(),
+            random_state=checkpoint.capture_random_state(),
+            extra=progress,
+        )
+        checkpoint.save(self._run_dir / "checkpoints", state, self._config.keep_checkpoints)
+
+    def all_refused(self) -> Counter[str]:
+        """Refusals by "agent/reason", of this process and of the earlier ones that its checkpoint knows of."""
+        refused = Counter(self.progress.refused)
+        if self._exchanging:
+            for (agent, reason), count in self._exchanging.admission.refused.items():
+                refused[f"{agent}/{reason}"] += count
+        return refused
+
+    def _prompt_ids(self, prompts: tuple[Prompt, ...]) -> dict[str, tuple[int, ...]]:
+        """Rendered prompts by id, without those that are longer than the run allows in this site's tokens."""
+        rendered = {prompt.id: tuple(self._policy.render_prompt(prompt.text)) for prompt in prompts}
+        fitting = {key: ids for key, ids in rendered.items() if len(ids) <= self._run.max_prompt_tokens}
+        self.progress.totals["prompts_too_long"] += len(rendered) - len(fitting)
+        return fitting
+
+    def _seed(self, purpose: str) -> int:
+        digest = sha256(f"{self._run.seed}/{self._agent}/{purpose}".encode()).digest()
+        return int.from_bytes(digest[:6], "big")
+
+    def _doing(self, phase: str) -> None:
+        self._session.doing(self.progress.next_step, phase)
+        self._console.doing(self.progress.next_step, phase)
+
+
+def _write_rollouts(path: Path, rollouts: list[AdmittedRollout], advantages: list[float]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for admitted, advantage in zip(rollouts, advantages, strict=True):
+            rollout = admitted.rollout
+            line = {
+                "source": admitted.source,
+                "prompt_id": rollout.prompt_id,
+                "sample_index": rollout.sample_index,
+                "text": rollout.text,
+                "finish_reason": rollout.finish_reason.value,
+                "reward": rollout.reward,
+                "advantage": advantage,
+                "source_mean_logp": rollout.mean_logp,
+            }
+            file.write(json.dumps(line) + "\n")

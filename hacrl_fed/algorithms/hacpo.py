@@ -1,0 +1,428 @@
+"""HACPO (arXiv 2603.02604): capabilities, joint advantages, and the loss of a mini-batch.
+
+The paper's sections 3.1 to 3.4 (eqs. 6-14) and appendix E (eqs. 47-53), for any number of agents. Notation: k is the
+learner, j(i) the source of rollout i, P_j an agent's capability, w = P_j / P_k, B rollouts, T tokens. Beyond the paper:
+a group of equal rewards has advantage 0, since a capability weight must not make a signal out of none; and
+``baseline_guard`` and the "signed" cross band, which ``HacpoConfig`` describes.
+
+Every objective is a function of the sequence ratio s = exp(mean log-prob under k - under j) whose slope in the mean
+log-prob is either 0 or the objective's own value. So an objective is kept as its values and the mask of its live rows,
+those with a gradient, and the mask that tells a trainer whether to step is the very one that the gradient comes from.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hacrl_fed.algorithms.config import HacpoConfig as HacpoConfig
+
+# Metrics of a loss: all are sums or counts over rows, so those of micro-batches add up to those of the mini-batch.
+SELF_SEQUENCES = "self_sequences"  # own rollouts
+SELF_CLIPPED = "self_clipped"  # own rollouts with an advantage, but no gradient
+SELF_RATIO_SUM = "self_ratio_sum"  # sum of s over own rollouts
+CROSS_SEQUENCES = "cross_sequences"  # rollouts of others
+CROSS_RATIO_SUM = "cross_ratio_sum"  # sum of s over them
+CROSS_POSITIVE = "cross_positive"  # those with A > 0
+CROSS_POSITIVE_LIVE = "cross_positive_live"  # those with A > 0 and a gradient
+CROSS_NEGATIVE = "cross_negative"  # those with A < 0
+CROSS_NEGATIVE_LIVE = "cross_negative_live"  # those with A < 0 and a gradient
+
+_STD_EPS = 1e-6
+
+
+class CapabilityTracker:
+    """Capability P_j of each agent: the mean of its last ``window`` steps' mean rewards (section 3.1, eqs. 6-14).
+
+    Each mean reward is floored at ``floor``, so that a ratio of capabilities is always defined. An agent absent from a
+    step keeps its history.
+    """
+
+    def __init__(self, window: int = 5, floor: float = 1e-8) -> None:
+        if window < 1:
+            raise ValueError(f"window must be at least 1, not {window}")
+        if not 0 < floor < math.inf:
+            raise ValueError(f"floor must be positive, not {floor}")
+        self._window = window
+        self._floor = floor
+        self._history: dict[str, deque[float]] = {}
+
+    def update(self, mean_rewards: Mapping[str, float]) -> None:
+        """Adds a step: the mean reward of the step's rollouts of each agent present.
+
+        Raises ValueError for a mean reward that is not finite; nothing is added then.
+        """
+        for agent, mean_reward in mean_rewards.items():
+            if not math.isfinite(mean_reward):
+                raise ValueError(f"mean_rewards must be finite, not {mean_reward} for {agent!r}")
+        for agent, mean_reward in mean_rewards.items():
+            self._history.setdefault(agent, self._window_of([])).append(max(float(mean_reward), self._floor))
+
+    def capabilities(self) -> dict[str, float]:
+        """P_j of each agent seen so far."""
+        return {agent: math.fsum(history) / len(history) for agent, history in self._history.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data (JSON-able): the floored mean rewards within the window, oldest first."""
+        return {"history": {agent: list(history) for agent, history in self._history.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replaces the history with one of ``state_dict``. A malformed one raises ValueError and changes nothing."""
+        history = state.get("history")
+        if not isinstance(history, Mapping):
+            raise ValueError("state must come from CapabilityTracker.state_dict: it has no history")
+        for agent, values in history.items():
+            if not values or not all(isinstance(value, float) and 0 < value < math.inf for value in values):
+                raise ValueError(f"state must hold positive mean rewards, not {values!r} for {agent!r}")
+        self._history = {agent: self._window_of(values) for agent, values in history.items()}
+
+    def _window_of(self, values: Sequence[float]) -> deque[float]:
+        return deque(values, maxlen=self._window)
+
+
+def capability_ratio(source: float, learner: float, lo: float = 0.1, hi: float = 10.0) -> float:
+    """w(j -> k) = P_j / P_k, clipped to [lo, hi] (section 3.2, eqs. 6-14; the bounds are ours).
+
+    Raises ValueError unless both capabilities are positive and 0 < lo <= hi.
+    """
+    for name, value in (("source", source), ("learner", learner)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive capability, not {value}")
+    if not 0 < lo <= hi:
+        raise ValueError(f"lo and hi must be positive and in order, not {lo} and {hi}")
+    return min(max(source / learner, lo), hi)
+
+
+def joint_advantages(
+    rewards: Tensor | Sequence[float],
+    prompt_index: Tensor | Sequence[int],
+    sources: Sequence[str],
+    learner: str,
+    capabilities: Mapping[str, float],
+    config: HacpoConfig,
+) -> tuple[Tensor, Tensor]:
+    """Advantages of all agents' rollouts for one learner (section 3.1, eqs. 6-14; appendix E, eqs. 47-53).
+
+    Over the rollouts i of a group, mu = mean_i(R_i / w(j(i) -> k)) and A_i = (R_i - mu) / (sd + 1e-6), with sd the
+    sample standard deviation (n - 1) of the unweighted rewards. A group of equal rewards takes their plain mean, and
+    under ``baseline_guard`` a mu above 1 gives way to the mean of the learner's own rewards, where it has some.
+
+    Args:
+        rewards: (B,), verified.
+        prompt_index: (B,) integers; rollouts with the same one form a group, of any size and in any order.
+        sources: (B,) agent ids, among them the learner's, unless it has no rollouts.
+        learner: the learner's agent id.
+        capabilities: P_j of the learner and of every source.
+
+    Returns:
+        Advantages (B,) and baselines mu (B,), float64, on the device of ``rewards``.
+
+    Raises ValueError, naming the argument: no rollouts, unequal lengths, a reward that is not finite, an index that is
+    no integer, an agent without a capability, a capability that is not positive.
+    """
+    rewards_B = _vector("rewards", rewards, torch.float64)
+    if not len(rewards_B):
+        raise ValueError("rewards must hold at least one rollout")
+    count, device = len(rewards_B), rewards_B.device
+    index_B = _tensor("prompt_index", prompt_index).to(device)
+    if index_B.dtype == torch.bool or index_B.is_floating_point() or index_B.is_complex():
+        raise ValueError(f"prompt_index must hold integers, not {index_B.dtype}")
+    _check_shape("prompt_index", index_B, (count,))
+    if len(sources) != count:
+        raise ValueError(f"sources must name {count} agents, as many as rewards, not {len(sources)}")
+
+    for agent, capability in capabilities.items():
+        if not 0 < capability < math.inf:
+            raise ValueError(f"capabilities must be positive, not {capability} for {agent!r}")
+    if learner not in capabilities:
+        raise ValueError(f"learner {learner!r} has no capability")
+    agents = set(sources)
+    if unknown := sorted(agents - capabilities.keys()):
+        raise ValueError(f"sources must have a capability each, but {unknown[0]!r} has none")
+    omega = {
+        agent: capability_ratio(capabilities[agent], capabilities[learner], config.ratio_min, config.ratio_max)
+        for agent in agents
+    }
+    omega_B = torch.tensor([omega[agent] for agent in sources], dtype=torch.float64, device=device)
+    own_B = torch.tensor([float(agent == learner) for agent in sources], dtype=torch.float64, device=device)
+
+    prompts, group_B = torch.unique(index_B, return_inverse=True)
+
+    def group_sum(values_B: Tensor) -> Tensor:
+        return torch.zeros(len(prompts), dtype=torch.float64, device=device).index_add(0, group_B, values_B)
+
+    size = group_sum(torch.ones_like(rewards_B))
+    highest, lowest = (
+        torch.zeros_like(size).scatter_reduce(0, group_B, rewards_B, how, include_self=False)
+        for how in ("amax", "amin")
+    )
+    mu = group_sum(rewards_B / omega_B) / size
+    own_count = group_sum(own_B)
+    if config.baseline_guard:
+        own_mean = group_sum(rewards_B * own_B) / own_count.clamp(min=1)
+        mu = torch.where((mu > 1) & (own_count > 0), own_mean, mu)
+    # The common reward itself, not a mean rounded by a bit, so that these advantages are exactly 0.
+    mu = torch.where(highest == lowest, highest, mu)
+
+    baselines_B = mu[group_B]
+    advantages_B = rewards_B - baselines_B
+    if config.normalize_by_std:
+        deviation_B = rewards_B - (group_sum(rewards_B) / size)[group_B]
+        sd = (group_sum(deviation_B.square()) / (size - 1).clamp(min=1)).sqrt()
+        advantages_B = advantages_B / (sd[group_B] + _STD_EPS)
+    return advantages_B, baselines_B
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBatch:
+    """Rows of a (micro-)batch reduced to one number each; all (B,), in the dtype of the learner's log-probs.
+
+    Attributes:
+        mean_logp: mean log-prob a token under the learner, with its gradient.
+        log_ratio: log s = mean_logp - source_mean_logp, without gradient, not clamped.
+        advantages: A.
+        is_self: bool, the learner's own rollouts.
+        omega: w(j -> k); not used of own rollouts.
+    """
+
+    mean_logp: Tensor
+    log_ratio: Tensor
+    advantages: Tensor
+    is_self: Tensor
+    omega: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        target_logps: Tensor,
+        mask: Tensor,
+        source_mean_logp: Tensor,
+        advantages: Tensor,
+        is_self: Tensor,
+        omega: Tensor,
+    ) -> "SequenceBatch":
+        """Checks and reduces the arguments of ``hacpo_loss``, which says what is raised."""
+        mask_BT = _check_tokens(target_logps, mask)
+        mean_logp = _masked_mean(target_logps, mask_BT)
+        shape, dtype, device = mean_logp.shape, target_logps.dtype, target_logps.device
+
+        def row(name: str, values: Tensor) -> Tensor:
+            values_B = _vector(name, values, dtype).detach().to(device)
+            _check_shape(name, values_B, shape)
+            return values_B
+
+        omega_B = row("omega", omega)
+        if not bool((omega_B > 0).all()):
+            raise ValueError("omega must be positive")
+        return cls(
+            mean_logp=mean_logp,
+            log_ratio=mean_logp.detach() - row("source_mean_logp", source_mean_logp),
+            advantages=row("advantages", advantages),
+            is_self=_flags("is_self", is_self, shape, device),
+            omega=omega_B,
+        )
+
+    def ratio(self, config: HacpoConfig) -> Tensor:
+        """Sequence ratio s (B,) (section 3.3; GSPO, eq. 7), its log clamped to ±``max_abs_log_ratio``."""
+        return self.log_ratio.clamp(-config.max_abs_log_ratio, config.max_abs_log_ratio).exp()
+
+    def unclamped(self, config: HacpoConfig) -> Tensor:
+        """Rows (B,) bool whose log ratio is not clamped; s has no gradient in the others."""
+        return self.log_ratio.abs() <= config.max_abs_log_ratio
+
+
+def self_objective(batch: SequenceBatch, config: HacpoConfig) -> tuple[Tensor, Tensor]:
+    """min(s A, clip(s, 1 - eps_low, 1 + eps_high) A) (GSPO, arXiv 2507.18071, eq. 5; the own term of eqs. 47-53).
+
+    Returns the values (B,) and the rows (B,) bool with gradient.
+    """
+    s, A = batch.ratio(config), batch.advantages
+    low, high = 1 - config.eps_low, 1 + config.eps_high
+    values = torch.minimum(s * A, s.clamp(low, high) * A)
+    inside = torch.where(A > 0, s <= high, s >= low)
+    return values, inside & batch.unclamped(config) & (A != 0)
+
+
+def _cross_objective(batch: SequenceBatch, update_index: int, config: HacpoConfig) -> tuple[Tensor, Tensor]:
+    """c · stopgrad(c)^alpha · w · A with c = clip(s, low, 1), no min() (sections 3.2-3.4; appendix E, eqs. 47-53).
+
+    low = min(1, cross_clip_low + update_index · cross_clip_step). In the "signed" band w is capped at 1 for A < 0, and
+    rows with A > 0 have the value and weight min(s, 1)^(1 + alpha) · A from ``positive_floor`` up, 0 below.
+    Returns the values (B,) and the rows (B,) bool with gradient.
+    """
+    s, A = batch.ratio(config), batch.advantages
+    low = min(1.0, config.cross_clip_low + update_index * config.cross_clip_step)
+    signed = config.cross_band == "signed"
+    omega = batch.omega.clamp(max=1) if signed else batch.omega
+    values = s.clamp(low, 1) ** (1 + config.alpha) * omega * A
+    live = (s >= low) & (s <= 1) & batch.unclamped(config)
+    if signed:
+        above_floor = s >= config.positive_floor
+        positive_values = torch.where(above_floor, s.clamp(max=1) ** (1 + config.alpha) * A, 0)
+        values = torch.where(A > 0, positive_values, values)
+        live = torch.where(A > 0, above_floor, live)
+    return values, live & (A != 0)
+
+
+def _hacpo_objective(batch: SequenceBatch, update_index: int, config: HacpoConfig) -> tuple[Tensor, Tensor]:
+    if update_index < 0:
+        raise ValueError(f"update_index must be at least 0, not {update_index}")
+    self_values, self_live = self_objective(batch, config)
+    cross_values, cross_live = _cross_objective(batch, update_index, config)
+    return torch.where(batch.is_self, self_values, cross_values), torch.where(batch.is_self, self_live, cross_live)
+
+
+def loss_and_metrics(
+    batch: SequenceBatch, values: Tensor, live: Tensor, config: HacpoConfig
+) -> tuple[Tensor, dict[str, float]]:
+    """Loss -mean over the B rows of an objective with the given values (B,) and live rows (B,), and its metrics."""
+    # The last factor is 1; its derivative makes d objective / d mean_logp = value in live rows and 0 in the others.
+    objective = values * (1 + live * (batch.mean_logp - batch.mean_logp.detach()))
+    own, cross = batch.is_self, ~batch.is_self
+    positive, negative = cross & (batch.advantages > 0), cross & (batch.advantages < 0)
+    ratio = batch.ratio(config)
+    sums = {
+        SELF_SEQUENCES: own,
+        SELF_CLIPPED: own & (batch.advantages != 0) & ~live,
+        SELF_RATIO_SUM: own * ratio,
+        CROSS_SEQUENCES: cross,
+        CROSS_RATIO_SUM: cross * ratio,
+        CROSS_POSITIVE: positive,
+        CROSS_POSITIVE_LIVE: positive & live,
+        CROSS_NEGATIVE: negative,
+        CROSS_NEGATIVE_LIVE: negative & live,
+    }
+    # Stacked, so that an accelerator is waited for once.
+    totals: list[float] = torch.stack([rows.sum().to(ratio.dtype) for rows in sums.values()]).tolist()
+    return -objective.mean(), dict(zip(sums, totals, strict=True))
+
+
+def hacpo_loss(
+    target_logps: Tensor,
+    mask: Tensor,
+    source_mean_logp: Tensor,
+    advantages: Tensor,
+    is_self: Tensor,
+    omega: Tensor,
+    update_index: int,
+    config: HacpoConfig,
+) -> tuple[Tensor, dict[str, float]]:
+    """Loss of HACPO over own and cross rollouts (sections 3.2-3.4, eqs. 6-14; appendix E, eqs. 47-53).
+
+    -mean over the B rows given: a micro-batch's loss times its share of the mini-batch's rows adds up to the
+    mini-batch's. ``self_objective`` gives the objective of own rows, GSPO's. That of cross rows is
+    c · stopgrad(c)^alpha · w · A with c = clip(s, min(1, cross_clip_low + update_index · cross_clip_step), 1).
+
+    Args:
+        target_logps: (B, T) log-probs of the tokens under the learner, in nats, float32 or float64; with gradient.
+        mask: (B, T), true (or 1) where a token counts, at least once a row; the others' log-probs are not read.
+        source_mean_logp: (B,) mean log-prob a token under the source, in the source's own tokens, in nats.
+        advantages: (B,) of ``joint_advantages``.
+        is_self: (B,), true (or 1) for the learner's own rollouts.
+        omega: (B,) ``capability_ratio`` from the source to the learner, 1 for own rollouts.
+        update_index: optimizer updates already made in this step, own ones included.
+
+    Returns:
+        The loss, a scalar, and the metrics by the names above.
+
+    Raises ValueError, naming the argument: a wrong shape or dtype, no rows, a row without a token, a value that is not
+    finite, a mask or flag other than 0 and 1, an omega that is not positive, a negative update index.
+    """
+    batch = SequenceBatch.of(target_logps, mask, source_mean_logp, advantages, is_self, omega)
+    values, live = _hacpo_objective(batch, update_index, config)
+    return loss_and_metrics(batch, values, live, config)
+
+
+def live_mask(
+    target_logps: Tensor,
+    mask: Tensor,
+    source_mean_logp: Tensor,
+    advantages: Tensor,
+    is_self: Tensor,
+    omega: Tensor,
+    update_index: int,
+    config: HacpoConfig,
+) -> Tensor:
+    """Rows (B,) bool to which ``hacpo_loss``, with the same arguments and errors, gives a gradient.
+
+    A mini-batch without one should not be stepped on: the optimizer's momentum alone would move the weights.
+    """
+    with torch.no_grad():
+        batch = SequenceBatch.of(target_logps, mask, source_mean_logp, advantages, is_self, omega)
+        return _hacpo_objective(batch, update_index, config)[1]
+
+
+def k3_kl(target_logps: Tensor, reference_logps: Tensor, mask: Tensor) -> Tensor:
+    """KL(learner || reference) a token by the k3 estimator (Schulman, "Approximating KL divergence", 2020).
+
+    k3 = exp(d) - d - 1 with d = reference log-prob - learner's, averaged over a row's tokens.
+
+    Args:
+        target_logps: (B, T) log-probs under the learner, with gradient.
+        reference_logps: (B, T) under the reference; no gradient flows to it.
+        mask: (B, T), true (or 1) where a token counts, at least once a row.
+
+    Returns:
+        (B,), in nats. Raises ValueError as ``hacpo_loss`` does.
+    """
+    mask_BT = _check_tokens(target_logps, mask)
+    _check_shape("reference_logps", reference_logps, target_logps.shape)
+    reference = reference_logps.detach().to(target_logps)
+    _check_finite("reference_logps", reference[mask_BT])
+    # Masked before the exponential: what is under the mask may be anything, and 0 · inf would be nan in the gradient.
+    d = torch.where(mask_BT, reference - target_logps, 0)
+    return _masked_mean(torch.expm1(d) - d, mask_BT)
+
+
+def _masked_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    return torch.where(mask_BT, values_BT, 0).sum(-1) / mask_BT.sum(-1)
+
+
+def _check_tokens(target_logps: Tensor, mask: Tensor) -> Tensor:
+    """The mask as bool, after checks of both (B, T)."""
+    if target_logps.dtype not in (torch.float32, torch.float64):
+        # Half precision resolves a ratio near 1 to 1e-3 at best; the clip range of own rollouts is a third of that.
+        raise ValueError(f"target_logps must be float32 or float64, not {target_logps.dtype}")
+    if target_logps.ndim != 2 or not len(target_logps):
+        raise ValueError(f"target_logps must have shape (B, T) with at least one row, not {tuple(target_logps.shape)}")
+    mask_BT = _flags("mask", mask, target_logps.shape, target_logps.device)
+    if not bool(mask_BT.any(-1).all()):
+        raise ValueError("mask must keep at least one token of each row")
+    _check_finite("target_logps", target_logps.detach()[mask_BT])
+    return mask_BT
+
+
+def _tensor(name: str, values: Tensor | Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
+    try:
+        return torch.as_tensor(values, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must hold numbers: {error}") from None
+
+
+def _vector(name: str, values: Tensor | Sequence[float], dtype: torch.dtype) -> Tensor:
+    vector = _tensor(name, values, dtype)
+    if vector.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, not shape {tuple(vector.shape)}")
+    _check_finite(name, vector)
+    return vector
+
+
+def _flags(name: str, values: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
+    _check_shape(name, values, shape)
+    if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
+        raise ValueError(f"{name} must hold true and false, or 1 and 0")
+    return values.to(device, torch.bool)
+
+
+def _check_shape(name: str, values: Tensor, shape: tuple[int, ...]) -> None:
+    if values.shape != shape:
+        raise ValueError(f"{name} must have shape {tuple(shape)}, not {tuple(values.shape)}")
+
+
+def _check_finite(name: str, values: Tensor) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"{name} must be finite")

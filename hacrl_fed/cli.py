@@ -1,0 +1,233 @@
+"""The command line. Each command's work is elsewhere, and imported only by the command that needs it."""
+
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from hacrl_fed.errors import HacrlFedError, InterruptedRunError, UserError
+from hacrl_fed.protocol.transport import ClientTls, ServerTls
+
+app = typer.Typer(
+    name="hacrl-fed",
+    help="Organisations train their own language models by reinforcement learning together, without sharing weights.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+keys_app = typer.Typer(help="Identities of agents and of coordinators.", no_args_is_help=True)
+roster_app = typer.Typer(help="Who may take part in a run.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys")
+app.add_typer(roster_app, name="roster")
+
+RunDir = Annotated[Path, typer.Option(help="Folder of the run; the same command with the same folder resumes.")]
+RosterFile = Annotated[Path, typer.Option(help="The run's roster.")]
+KeyFile = Annotated[Path, typer.Option(help="This side's private key.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Plain text instead of TLS; on this machine only.")]
+InsecureRemote = Annotated[
+    bool, typer.Option("--insecure-allow-remote", help="With --insecure: plain text to other machines too.")
+]
+
+
+@keys_app.command("new")
+def keys_new(out: Annotated[Path, typer.Option(help="File for the private key; must not exist.")]) -> None:
+    """Makes an Ed25519 identity; prints its public line for the roster."""
+    from hacrl_fed.protocol import keys
+
+    key = keys.generate()
+    keys.write_private_key(out, key)
+    print(keys.format_public_key(key.public_key()))
+
+
+@roster_app.command("new")
+def roster_new(
+    run: Annotated[str, typer.Option(help="Name of the run.")],
+    coordinator: Annotated[str, typer.Option(help="The coordinator's public line.")],
+    agent: Annotated[list[str], typer.Option(help="NAME=PUB, once for each agent.")],
+    out: Annotated[Path, typer.Option(help="File for the roster; must not exist.")],
+) -> None:
+    """Writes a roster, which every site checks and keeps a copy of."""
+    from hacrl_fed.protocol import roster
+    from hacrl_fed.protocol.keys import write_new_file
+
+    agents = []
+    for entry in agent:
+        name, separator, line = entry.partition("=")
+        if not separator:
+            raise UserError(f"--agent takes NAME=PUB, not {entry!r}")
+        agents.append({"name": name, "organisation": name, "public_key": line})
+    data = {"run": run, "coordinator": coordinator, "agents": agents}
+    write_new_file(out, roster.parse(data, "roster new").dump().encode(), mode=0o644)
+
+
+@app.command()
+def certs(
+    host: Annotated[str, typer.Option(help="Name or address under which sites reach the server.")],
+    out: Annotated[Path, typer.Option(help="Folder for ca.pem, ca-key.pem, server.pem and server-key.pem.")],
+) -> None:
+    """Makes a development certificate authority and a server certificate."""
+    from hacrl_fed.protocol.certs import write_development_ca
+
+    write_development_ca(host, out)
+
+
+@app.command()
+def server(
+    config: Annotated[Path, typer.Option(help="The run's configuration (run.yaml).")],
+    roster: RosterFile,
+    key: KeyFile,
+    listen: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")],
+    run_dir: RunDir,
+    tls_cert: Annotated[Path | None, typer.Option(help="The server's certificate.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    client_ca: Annotated[Path | None, typer.Option(help="Ask for client certificates of this authority.")] = None,
+    insecure: Insecure = False,
+    insecure_allow_remote: InsecureRemote = False,
+    set_: Overrides = None,
+) -> None:
+    """Coordinates a run: takes signed rollouts, hands them on, closes each step by a signed manifest."""
+    from hacrl_fed_server.coordinator import run_server
+
+    from hacrl_fed.config import RunConfig, load
+
+    with _interruptible(f"the same command with --run-dir {run_dir} resumes"):
+        run_server(
+            run=load(RunConfig, config, set_),
+            roster_file=roster,
+            key_file=key,
+            listen=listen,
+            run_dir=run_dir,
+            tls=_server_tls(tls_cert, tls_key, client_ca, insecure),
+            allow_remote=insecure_allow_remote,
+            console=Console(),
+        )
+
+
+@app.command()
+def client(
+    server: Annotated[str, typer.Option(help="HOST:PORT of the coordinator.")],
+    agent: Annotated[str, typer.Option(help="This agent's name in the roster.")],
+    model: Annotated[str, typer.Option(help="A model folder, or a hub id.")],
+    roster: RosterFile,
+    key: KeyFile,
+    run_dir: RunDir,
+    ca: Annotated[Path | None, typer.Option(help="Certificate of the authority that signed the server's.")] = None,
+    client_cert: Annotated[
+        Path | None, typer.Option(help="This side's certificate, where the server asks for one.")
+    ] = None,
+    client_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    insecure: Insecure = False,
+    insecure_allow_remote: InsecureRemote = False,
+    config: Annotated[Path | None, typer.Option(help="The site's own configuration (site.yaml).")] = None,
+    set_: Overrides = None,
+) -> None:
+    """Trains this site's model on its own rollouts and on those that the other agents share."""
+    from hacrl_fed_client.run import run_client
+
+    from hacrl_fed.config import SiteConfig, load
+
+    if insecure == (ca is not None):
+        raise UserError("give --ca FILE for TLS, or --insecure for plain text on this machine, and not both")
+    with _interruptible(f"the same command with --run-dir {run_dir} resumes"):
+        run_client(
+            address=server,
+            agent=agent,
+            model=model,
+            roster_file=roster,
+            key_file=key,
+            run_dir=run_dir,
+            tls=ClientTls(ca, *(_pair(client_cert, client_key, "--client-cert", "--client-key") or ())) if ca else None,
+            allow_remote=insecure_allow_remote,
+            site_config=load(SiteConfig, config, set_),
+            base_dir=config.parent if config else Path(),
+            console=Console(),
+        )
+
+
+@app.command()
+def simulate(
+    config: Annotated[Path, typer.Option(help="The federation: the run, its agents and what to compare with.")] = Path(
+        "configs/demo.yaml"
+    ),
+    method: Annotated[str | None, typer.Option(help="Train by this method, and compare with no other.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the run.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the run.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; the same one resumes.")] = None,
+    set_: Overrides = None,
+) -> None:
+    """Runs a whole federation on this machine: a coordinator and a process for each agent, over TLS."""
+    from hacrl_fed.simulate import run_simulation
+
+    overrides = list(set_ or [])
+    if method is not None:
+        overrides += [f"run.algorithm.method={method}", "compare=[]"]
+    overrides += [f"run.steps={steps}"] if steps is not None else []
+    overrides += [f"run.seed={seed}"] if seed is not None else []
+    with _interruptible():
+        run_simulation(config, overrides, run_dir, Console())
+
+
+@app.command("demo-model")
+def demo_model(
+    name: Annotated[Literal["a", "b"], typer.Argument(help="a (Qwen3, character tokens) or b (Llama, other tokens).")],
+    out: Annotated[Path, typer.Option(help="Folder for the model; must not exist.")],
+    seed: Annotated[int, typer.Option(help="Seed of its weights and demonstrations.")] = 0,
+) -> None:
+    """Makes one of the demo's two small models, warm-started on demonstrations in about 20 s."""
+    from hacrl_fed_client.demo_models import make_demo_model
+
+    if out.exists():
+        raise UserError(f"{out} exists already and is not overwritten: name another folder, or move it away")
+    with _interruptible():
+        make_demo_model(name, seed, out)
+
+
+def main() -> None:
+    """Runs a command; an error of ours is one sentence and its exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        app()
+    except HacrlFedError as error:
+        Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
+        sys.exit(error.exit_code)
+
+
+@contextmanager
+def _interruptible(hint: str = "") -> Iterator[None]:
+    """Turns Ctrl-C and SIGTERM into a clean stop that says how to resume."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise InterruptedRunError(f"interrupted; {hint}" if hint else "interrupted") from None
+
+
+def _server_tls(cert: Path | None, key: Path | None, client_ca: Path | None, insecure: bool) -> ServerTls | None:
+    pair = _pair(cert, key, "--tls-cert", "--tls-key")
+    if insecure == (pair is not None):
+        raise UserError(
+            "give --tls-cert and --tls-key (hacrl-fed certs makes them), or --insecure for plain text on this machine, "
+            "and not both"
+        )
+    return ServerTls(*pair, client_ca) if pair else None
+
+
+def _pair(first: Path | None, second: Path | None, first_name: str, second_name: str) -> tuple[Path, Path] | None:
+    if first is None and second is None:
+        return None
+    if first is None or second is None:
+        raise UserError(f"{first_name} and {second_name} go together")
+    return first, second

@@ -1,0 +1,151 @@
+"""The coordinator process: one run, one port. Puts the parts together and drives the run's ServerApp."""
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import grpc
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.app import Context, RecordDict
+from rich.console import Console
+from rich.live import Live
+
+from hacrl_fed.config import SHARING_METHODS, RunConfig
+from hacrl_fed.errors import UserError
+from hacrl_fed.protocol import digests, envelope, flower, keys, transport
+from hacrl_fed.protocol import roster as rosters
+from hacrl_fed.protocol.roster import Roster
+from hacrl_fed.status import RunStatus, render
+from hacrl_fed.v1 import exchange_pb2_grpc, session_pb2_grpc
+from hacrl_fed_server.app import build_server_app
+from hacrl_fed_server.exchange import Exchange
+from hacrl_fed_server.grid import CoordinatorGrid
+from hacrl_fed_server.ledger import Ledger
+from hacrl_fed_server.services import ExchangeService, SessionService
+from hacrl_fed_server.sessions import Sessions
+from hacrl_fed_server.steps import StepBarrier
+
+_log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_FAREWELL_S = 30.0
+
+
+def run_server(
+    run: RunConfig,
+    roster_file: Path,
+    key_file: Path,
+    listen: str,
+    run_dir: Path,
+    tls: transport.ServerTls | None,
+    allow_remote: bool,
+    console: Console,
+) -> None:
+    """Serves a run until its last step is done. Raises UserError for what the user has to mend."""
+    roster = rosters.load(roster_file)
+    key = keys.load_private_key(key_file)
+    if keys.format_public_key(key.public_key()) != roster.coordinator:
+        raise UserError(f"{key_file} is not the key of the coordinator that {roster_file} names")
+    if run.min_agents > len(roster.names):
+        raise UserError(f"min_agents is {run.min_agents}, and {roster_file} lists {len(roster.names)} agents")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    payload = run.model_dump_json().encode()
+    ledger = Ledger(
+        run_dir / "ledger.sqlite", {"roster": roster.digest, "run configuration": digests.sha256_hex(payload)}
+    )
+    try:
+        (run_dir / "config.json").write_text(run.model_dump_json(indent=2), encoding="utf-8")
+        coordinator = _Coordinator(run, roster, key, payload, ledger, run_dir)
+        # Streams hold a thread each: two a site, and as many again that are about to be noticed as broken.
+        server, address = transport.make_server(
+            roster,
+            transport.parse_address(listen),
+            tls,
+            chunk_bytes=run.limits.chunk_bytes,
+            workers=8 + 4 * len(roster.names),
+            insecure_allow_remote=allow_remote,
+        )
+        coordinator.serve(server, str(address), console)
+    finally:
+        ledger.close()
+
+
+class _Coordinator:
+    def __init__(
+        self, run: RunConfig, roster: Roster, key: Ed25519PrivateKey, payload: bytes, ledger: Ledger, run_dir: Path
+    ) -> None:
+        self._run = run
+        self._roster = roster
+        self._run_dir = run_dir
+        started = ledger.meta("genesis") is not None
+        barrier = StepBarrier(roster.names, run.min_agents, run.deadlines, time.monotonic(), started)
+        self._exchange = Exchange(run, roster, key, ledger, barrier)
+        self._sessions = Sessions(run, roster, payload, ledger, barrier, self._exchange.changed)
+        self._run_config = envelope.sign(key, envelope.RUN_CONFIG_TYPE, payload)
+        self._stop = threading.Event()
+
+    def serve(self, server: grpc.Server, address: str, console: Console) -> None:
+        session_service = SessionService(self._roster, self._run_config, self._sessions, self._exchange)
+        session_pb2_grpc.add_SessionServicer_to_server(session_service, server)
+        exchange_pb2_grpc.add_ExchangeServicer_to_server(ExchangeService(self._exchange), server)
+        server.start()
+        console.print(f"listening on {address}; run {self._roster.run}, agents {', '.join(self._roster.names)}")
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            ticker = threading.Thread(target=self._tick, args=(address, live), name="ticker")
+            ticker.start()
+            try:
+                grid = CoordinatorGrid(self._roster, self._sessions)
+                build_server_app(self._run)(grid, _context(grid))
+                self._sessions.finish("the run is complete")
+                self._await_farewell()
+            finally:
+                self._stop.set()
+                ticker.join()
+                server.stop(grace=1).wait()
+        console.print(f"the run is complete: {self._run.steps} steps; ledger and reports are in {self._run_dir}")
+
+    def _tick(self, address: str, live: Live) -> None:
+        """Closes steps when their time has come, expires sessions and shows what the run is doing."""
+        shown = None
+        while not self._stop.is_set():
+            with self._exchange.changed:
+                now = time.monotonic()
+                self._sessions.expire(now)
+                status = self._status(address, now)
+                if status != shown:
+                    self._sessions.show(status)
+                else:
+                    self._exchange.changed.wait(_TICK_S)
+            if status != shown:
+                shown = status
+                status.write(self._run_dir)
+                live.update(render(status), refresh=True)
+
+    def _status(self, address: str, now: float) -> RunStatus:
+        agents = self._sessions.agents()
+        if self._run.algorithm.method in SHARING_METHODS:
+            decision = self._exchange.advance(now)
+            step, awaited = self._exchange.open_step, decision.awaited
+            text = "all steps are closed" if self._exchange.complete else decision.text
+        else:
+            present = [agent for agent in agents.values() if agent.present]
+            step = min((agent.step for agent in present), default=0)
+            awaited = tuple(name for name, agent in agents.items() if not agent.present)
+            text = f"waiting for {', '.join(awaited)} to join" if awaited else "each agent trains alone"
+        return RunStatus(
+            self._roster.run, self._run.algorithm.method, address, step, self._run.steps, text, awaited, agents
+        )
+
+    def _await_farewell(self) -> None:
+        """Lets the sites take in that the run is over, so that none finds the server gone instead."""
+        deadline = time.monotonic() + _FAREWELL_S
+        with self._exchange.changed:
+            while self._sessions.present() and time.monotonic() < deadline:
+                self._exchange.changed.wait(_TICK_S)
+
+
+def _context(grid: CoordinatorGrid) -> Context:
+    return Context(
+        run_id=grid.run.run_id, node_id=flower.SERVER_NODE_ID, node_config={}, state=RecordDict(), run_config={}
+    )

@@ -1,0 +1,248 @@
+"""The policy: loading, prompts, log-probs, reference, saving."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hacrl_fed_client.policy import Policy
+from safetensors.torch import load_file, save_file
+from tiny_models import END, Family, save_tiny, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config
+
+from hacrl_fed.config import Lora, SiteConfig
+from hacrl_fed.errors import UserError
+
+torch.set_num_threads(1)
+FAMILIES: list[Family] = ["qwen3", "llama", "gpt2"]
+SEQUENCES = [([5, 6, 7], [8, 9]), ([1], [2]), ([3, 4, 5, 6, 7, 8], [9, 10, 11, 12]), ([2, 2], [2, 2, 2])]
+
+
+def load(folder: str, *, with_reference: bool = False, **settings: object) -> Policy:
+    return Policy.load(folder, SiteConfig.model_validate(settings), seed=0, with_reference=with_reference)
+
+
+def full_logps(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """A second implementation: one sequence, all logits, log-softmax in float64."""
+    ids = torch.tensor([prompt + completion])
+    logits = model(input_ids=ids).logits[0].double()
+    logps = torch.log_softmax(logits, -1)[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
+    return logps[len(prompt) - 1 :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_equal_those_of_one_sequence_at_a_time(tmp_path: Path, family: Family) -> None:
+    folder = save_tiny(tmp_path, family)
+    policy = load(folder)
+    logps, mask = policy.token_logps(SEQUENCES)
+    assert logps.dtype == torch.float32 and not logps.requires_grad
+    assert mask.sum(-1).tolist() == [2, 1, 4, 3]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for row, keep, (prompt, completion) in zip(logps, mask, SEQUENCES, strict=True):
+            torch.testing.assert_close(row[keep].double(), full_logps(model, prompt, completion), atol=1e-5, rtol=0)
+
+
+def test_a_model_that_cannot_drop_logits_is_scored_alike(tmp_path: Path) -> None:
+    policy = load(save_tiny(tmp_path))
+    expected, _ = policy.token_logps(SEQUENCES)
+    assert policy._keeps_logits
+    policy._keeps_logits = False
+    torch.testing.assert_close(policy.token_logps(SEQUENCES)[0], expected)
+
+
+def test_the_token_id_under_the_padding_does_not_matter(tmp_path: Path) -> None:
+    # Id 0 pads; here it is a token of both prompt and completion as well.
+    policy = load(save_tiny(tmp_path))
+    sequences = [([0, 5], [0, 0]), ([1, 2, 3, 4], [0, 6, 0, 0, 0])]
+    together, mask = policy.token_logps(sequences)
+    assert mask.sum(-1).tolist() == [2, 5]
+    for row, (prompt, completion) in zip(together, sequences, strict=True):
+        alone, _ = policy.token_logps([(prompt, completion)])
+        torch.testing.assert_close(row[: len(completion)], alone[0], atol=1e-6, rtol=0)
+
+
+def test_score_sums_log_probs_whatever_the_micro_batches(tmp_path: Path) -> None:
+    policy = load(save_tiny(tmp_path))
+    calls: list[None] = []
+    whole = policy.score(SEQUENCES, 10_000, lambda: calls.append(None))
+    assert len(calls) == 1
+    cut = policy.score(SEQUENCES, 1, lambda: calls.append(None))
+    assert len(calls) == 1 + len(SEQUENCES)
+    assert cut == pytest.approx(whole, abs=1e-5)
+    logps, _ = policy.token_logps(SEQUENCES)
+    assert whole == pytest.approx(logps.sum(-1).tolist(), abs=1e-5)
+
+
+def test_a_prompt_is_rendered_by_the_chat_template(tmp_path: Path) -> None:
+    policy = load(save_tiny(tmp_path / "chat"))
+    rendered = policy.tokenizer.decode(policy.render_prompt("add 1 and 2"))
+    assert rendered == f"<|im_start|>user\nadd 1 and 2{END}\n<|im_start|>assistant\n"
+    plain = load(save_tiny(tmp_path / "plain", tokenizer=tiny_tokenizer(chat=False)))
+    assert plain.tokenizer.decode(plain.render_prompt("add 1 and 2")) == "add 1 and 2"
+    with pytest.raises(UserError, match="has no token"):
+        plain.render_prompt("")
+
+
+@pytest.mark.parametrize("pad", [END, None])
+def test_pad_may_equal_eos_or_be_missing(tmp_path: Path, pad: str | None) -> None:
+    policy = load(save_tiny(tmp_path, tokenizer=tiny_tokenizer(pad=pad)))
+    eos = policy.end_of_turn_id
+    logps, mask = policy.token_logps([([5, eos, 6], [7, eos]), ([5], [eos])])
+    assert mask.tolist() == [[True, True], [True, False]]
+    assert (logps[mask] < 0).all()
+
+
+def test_ending_ids_are_the_union_of_all_three_sources(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
+    GenerationConfig(eos_token_id=[11, 7]).save_pretrained(tmp_path)
+    policy = load(folder)
+    assert policy.eos_ids == (policy.tokenizer.eos_token_id, 7, 11)
+    assert policy.end_of_turn_id == policy.tokenizer.convert_tokens_to_ids(END)
+
+
+def test_a_model_without_any_ending_id_is_refused(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("qwen3", tokenizer)
+    model.config.eos_token_id = None
+    model.generation_config = GenerationConfig()
+    tokenizer.eos_token = None
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no end-of-sequence token: set eos_token"):
+        load(str(tmp_path))
+
+
+def test_what_does_not_load_is_told_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no model folder"):
+        load(str(tmp_path / "missing"))
+    with pytest.raises(UserError, match="holds no config"):
+        load(str(tmp_path))
+    folder = save_tiny(tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match="does not load") as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="device 'abacus' cannot be used"):
+        load(save_tiny(tmp_path / "whole"), device="abacus")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, family: Family) -> None:
+    folder = save_tiny(tmp_path, family)
+    for file in tmp_path.glob("*token*"):
+        file.unlink()
+    with pytest.raises(UserError, match="tokenizer"):
+        load(folder)
+
+
+def test_a_model_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 1 weights, model\.layers\.1\.mlp\.up_proj"):
+        load(folder)
+
+
+def perturb(policy: Policy) -> None:
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lora", [None, Lora(r=4)])
+def test_the_reference_stays_as_loaded(tmp_path: Path, family: Family, lora: Lora | None) -> None:
+    policy = load(save_tiny(tmp_path, family), with_reference=True, lora=lora)
+    before, _ = policy.token_logps(SEQUENCES)
+    perturb(policy)
+    after, _ = policy.token_logps(SEQUENCES, gradient=True)
+    reference, _ = policy.token_logps(SEQUENCES, reference=True)
+    assert (after - before).abs().max() > 1e-2
+    torch.testing.assert_close(reference, before)
+    assert after.requires_grad and not reference.requires_grad
+
+
+def test_lora_trains_its_adapter_only_and_its_seed_counts(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    policy = load(folder, lora=Lora(r=4))
+    assert all("lora_" in name for name in policy.trainable_state())
+    whole = load(folder)
+    assert whole.weight_bytes == sum(4 * tensor.numel() for tensor in whole.trainable_state().values())
+    assert policy.weight_bytes == whole.weight_bytes + sum(4 * t.numel() for t in policy.trainable_state().values())
+    site = SiteConfig(lora=Lora(r=4))
+    state = torch.get_rng_state()
+    again = Policy.load(folder, site, seed=0, with_reference=False).trainable_state()
+    other = Policy.load(folder, site, seed=1, with_reference=False).trainable_state()
+    assert torch.equal(torch.get_rng_state(), state)
+    first = policy.trainable_state()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+    with pytest.raises(UserError, match="target_modules do not fit"):
+        load(folder, lora=Lora(target_modules=("no_such_layer",)))
+
+
+def test_only_lora_has_dropout_and_only_where_a_gradient_is_taken(tmp_path: Path) -> None:
+    model = tiny_model("gpt2", tiny_tokenizer())
+    assert isinstance(model.config, GPT2Config) and model.config.attn_pdrop > 0
+    folder = save_tiny(tmp_path, "gpt2")
+
+    def differs(policy: Policy, *, gradient: bool) -> bool:
+        first, _ = policy.token_logps(SEQUENCES, gradient=gradient)
+        return not torch.equal(first, policy.token_logps(SEQUENCES, gradient=gradient)[0])
+
+    assert not differs(load(folder), gradient=True)
+    policy = load(folder, lora=Lora(r=4, dropout=0.5))
+    perturb(policy)
+    assert differs(policy, gradient=True)
+    assert not differs(policy, gradient=False)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(r=4)])
+def test_bfloat16_computes_in_bfloat16_and_trains_in_float32(tmp_path: Path, lora: Lora | None) -> None:
+    folder = save_tiny(tmp_path)
+    exact, _ = load(folder).token_logps(SEQUENCES)
+    policy = load(folder, dtype="bfloat16", lora=lora)
+    logps, _ = policy.token_logps(SEQUENCES, gradient=True)
+    assert logps.dtype == torch.float32 and not torch.equal(logps, exact)
+    torch.testing.assert_close(logps, exact, atol=0.1, rtol=0)
+    assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
+    logps.sum().backward()
+    assert any(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lora", [None, Lora(r=4)])
+def test_the_saved_folder_loads_and_scores_alike(tmp_path: Path, family: Family, lora: Lora | None) -> None:
+    policy = load(save_tiny(tmp_path / "first", family), lora=lora)
+    perturb(policy)
+    policy.save_pretrained(tmp_path / "model")
+    expected, mask = policy.token_logps(SEQUENCES)
+    again = load(str(tmp_path / "model"))
+    torch.testing.assert_close(again.token_logps(SEQUENCES)[0], expected, atol=1e-5, rtol=0)
+    assert again.tokenizer_digest == policy.tokenizer_digest
+    assert again.eos_ids == policy.eos_ids
+    assert "hacrl-fed" in (tmp_path / "model" / "README.md").read_text()
+    # And without our loader: what a user of the folder does.
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.eos_token == END
+    with torch.no_grad():
+        torch.testing.assert_close(full_logps(model, *SEQUENCES[0]), expected[0][mask[0]].double(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(r=4)])
+def test_trainable_state_restores_the_policy(tmp_path: Path, lora: Lora | None) -> None:
+    folder = save_tiny(tmp_path)
+    policy = load(folder, lora=lora)
+    perturb(policy)
+    other = load(folder, lora=lora)
+    other.load_trainable_state(policy.trainable_state())
+    torch.testing.assert_close(other.token_logps(SEQUENCES), policy.token_logps(SEQUENCES), rtol=0, atol=0)
+    with pytest.raises(UserError, match=re.escape("another model or LoRA setting")):
+        load(folder, lora=Lora(r=2)).load_trainable_state(policy.trainable_state())

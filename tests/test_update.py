@@ -1,0 +1,273 @@
+"""The learner's updates against a naive second implementation, and what must not change them."""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hacrl_fed_client.batching import micro_batches
+from hacrl_fed_client.policy import Policy
+from hacrl_fed_client.update import TrainingRollout, Updater
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import END, save_tiny, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from hacrl_fed.config import AlgorithmConfig, Lora, Optimizer, SiteConfig
+from hacrl_fed.errors import HacrlFedError
+
+torch.set_num_threads(1)
+OPTIMIZER = Optimizer(lr=1e-2, warmup_steps=0)
+# Adam's own 1e-8 would blow up the rounding of gradients near 0, which two ways of summing do not share.
+EPS = 1e-3
+
+
+def load(folder: str, **settings: object) -> Policy:
+    return Policy.load(folder, SiteConfig.model_validate(settings), seed=0, with_reference=True)
+
+
+def algorithm(**settings: Any) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate({"kl_coef": 0, "prompts_per_mini_batch": 2} | settings)
+
+
+def rollouts(
+    policy: Policy, source: str, *, ratio: float = 1.0, prompts: int = 4, seed: int = 0
+) -> list[TrainingRollout]:
+    """Two rollouts a prompt of unlike lengths, down to one token, whose ratio to the source is ``ratio`` at first."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, 200, (count,), generator=generator).tolist())
+
+    made = []
+    for prompt in range(prompts):
+        prompt_ids = ids(2 + 3 * prompt)
+        for sample, advantage in enumerate((1.0, -0.7)):
+            completion_ids = (*ids((prompt + sample) % 5), policy.end_of_turn_id)
+            mean = policy.token_logps([(prompt_ids, completion_ids)])[0].mean().item()
+            omega = 1.0 if source == "me" else 0.8
+            source_mean_logp = mean - math.log(ratio)
+            made.append(
+                TrainingRollout(source, f"q{prompt}", prompt_ids, completion_ids, source_mean_logp, advantage, omega)
+            )
+    return made
+
+
+def updater(
+    policy: Policy, settings: AlgorithmConfig, *, tokens: int = 10_000, optimizer: Optimizer = OPTIMIZER
+) -> Updater:
+    made = Updater(policy, "me", settings, optimizer, tokens)
+    for group in made.optimizer.param_groups:
+        group["eps"] = EPS
+    return made
+
+
+def nothing() -> None:
+    """A check that never interrupts."""
+
+
+def naive_step(folder: str, batches: list[list[TrainingRollout]], kl_coef: float) -> dict[str, torch.Tensor]:
+    """The paper's formulas, one sequence at a time over all logits, for ratios within every bound; AdamW of torch."""
+    model, frozen = (AutoModelForCausalLM.from_pretrained(folder).eval() for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr, eps=EPS, weight_decay=0.0)
+
+    def logps(of: torch.nn.Module, rollout: TrainingRollout) -> torch.Tensor:
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
+        logits = of(input_ids=ids).logits[0]
+        everything = torch.log_softmax(logits, -1)[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
+        return everything[len(rollout.prompt_ids) - 1 :]
+
+    for batch in batches:
+        losses = []
+        for rollout in batch:
+            mine = logps(model, rollout)
+            s = torch.exp(mine.mean() - rollout.source_mean_logp)
+            if rollout.source == "me":
+                loss = -torch.minimum(s * rollout.advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * rollout.advantage)
+                with torch.no_grad():
+                    theirs = logps(frozen, rollout)
+                loss = loss + kl_coef * (torch.exp(theirs - mine) - (theirs - mine) - 1).mean()
+            else:
+                c = s.clamp(0.5, 1.0)
+                loss = -c * c.detach() * rollout.omega * rollout.advantage
+            losses.append(loss)
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+HACPO = {"hacpo": {"cross_clip_low": 0.5, "cross_clip_step": 0.0}}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+def test_a_step_equals_that_of_a_naive_implementation(tmp_path: Path, family: Any, kl_coef: float) -> None:
+    folder = save_tiny(tmp_path, family)
+    policy = load(folder)
+    own = rollouts(policy, "me")
+    cross = [*rollouts(policy, "b", ratio=0.9, seed=1), *rollouts(policy, "a", ratio=0.8, seed=2)]
+    # Peers come in name order after the learner's own, whatever the order given.
+    order = [own[:4], own[4:], cross[8:12], cross[12:], cross[:4], cross[4:8]]
+    metrics = updater(policy, algorithm(kl_coef=kl_coef, **HACPO)).step([*cross, *own], nothing)
+    expected = naive_step(folder, order, kl_coef)
+    state = policy.trainable_state()
+    assert state.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(state[name], expected[name], atol=1e-6, rtol=0)
+    assert metrics["updates_made"] == 6 and metrics["updates_skipped"] == 0
+    assert ("kl" in metrics) and (metrics["kl"] > 0) == (kl_coef > 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.parametrize("lora", [None, Lora(r=4)])
+def test_micro_batches_do_not_change_the_weights(tmp_path: Path, tokens: int, lora: Lora | None) -> None:
+    folder = save_tiny(tmp_path)
+    results = []
+    for budget in (10_000, tokens):
+        policy = load(folder, lora=lora)
+        run = updater(policy, algorithm(kl_coef=0.1, **HACPO), tokens=budget)
+        metrics = run.step([*rollouts(policy, "me"), *rollouts(policy, "a", ratio=0.9, seed=1)], nothing)
+        results.append((policy.trainable_state(), metrics))
+    (whole, whole_metrics), (cut, cut_metrics) = results
+    for name in whole:
+        torch.testing.assert_close(cut[name], whole[name], atol=1e-6, rtol=0)
+    assert cut_metrics == pytest.approx(whole_metrics, abs=1e-5)
+
+
+def test_pad_equal_to_eos_changes_nothing(tmp_path: Path) -> None:
+    # Two tokenizers whose ids agree but for the pad token, one of which pads with EOS.
+    states = []
+    for name, tokenizer in [("own", tiny_tokenizer()), ("eos", tiny_tokenizer(pad=END))]:
+        folder = save_tiny(tmp_path / name, tokenizer=tiny_tokenizer())
+        tokenizer.save_pretrained(folder)
+        policy = load(folder)
+        updater(policy, algorithm()).step(rollouts(policy, "me"), nothing)
+        states.append(policy.trainable_state())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_cross_mini_batch_without_gradient_leaves_the_optimizer_as_it_is(tmp_path: Path) -> None:
+    policy = load(save_tiny(tmp_path))
+    run = updater(policy, algorithm(**HACPO))
+    first = run.step(rollouts(policy, "me"), nothing)
+    assert first["updates_made"] == 2
+    weights, before = policy.trainable_state(), run.optimizer.state_dict()
+    adam = {index: {key: value.clone() for key, value in entry.items()} for index, entry in before["state"].items()}
+    # Far outside the band: no gradient.
+    metrics = run.step(rollouts(policy, "a", ratio=0.1), nothing)
+    assert metrics["updates_made"] == 0 and metrics["updates_skipped"] == 2
+    assert metrics["cross/live_share_positive"] == metrics["cross/live_share_negative"] == 0
+    assert "grad_norm" not in metrics and "self/ratio_mean" not in metrics
+    assert run.updates_made == 2
+    assert all(torch.equal(weights[name], value) for name, value in policy.trainable_state().items())
+    after = run.optimizer.state_dict()["state"]
+    assert all(torch.equal(adam[index][key], after[index][key]) for index in adam for key in adam[index])
+    # The momentum would have moved the weights, so this test can fail.
+    run.step(rollouts(policy, "a", ratio=0.9), nothing)
+    assert any(not torch.equal(weights[name], value) for name, value in policy.trainable_state().items())
+
+
+def test_the_update_index_counts_updates_made(tmp_path: Path) -> None:
+    # The band's lower bound is .5, and 1 after any update: cross rollouts of ratio .9 are live only if none was made.
+    settings = algorithm(hacpo={"cross_clip_low": 0.5, "cross_clip_step": 0.6})
+    policy = load(save_tiny(tmp_path))
+    cross = rollouts(policy, "a", ratio=0.9, prompts=2)
+    dead = [replace(rollout, source="_", source_mean_logp=rollout.source_mean_logp + 9) for rollout in cross]
+    metrics = updater(policy, settings).step([*dead, *cross], nothing)
+    assert (metrics["updates_skipped"], metrics["updates_made"]) == (1, 1)
+    assert metrics["cross/a/live_share_positive"] == 1 and metrics["cross/_/live_share_positive"] == 0
+    assert metrics["cross/live_share_positive"] == 0.5
+    policy = load(str(tmp_path))
+    metrics = updater(policy, settings).step([*rollouts(policy, "me", prompts=2), *cross], nothing)
+    assert metrics["cross/a/live_share_positive"] == 0
+
+
+def test_mini_batches_hold_prompts_of_one_source_and_half_as_many_for_gspo_x2(tmp_path: Path) -> None:
+    policy = load(save_tiny(tmp_path))
+    own = rollouts(policy, "me", prompts=5)
+    for method, updates in [("gspo", 3), ("gspo_x2", 5)]:
+        assert updater(policy, algorithm(method=method)).step(own, nothing)["updates_made"] == updates
+
+
+def test_metrics_of_the_first_own_mini_batch(tmp_path: Path) -> None:
+    policy = load(save_tiny(tmp_path))
+    own = rollouts(policy, "me", prompts=2)
+    metrics = updater(policy, algorithm(method="gspo")).step(own, nothing)
+    assert metrics["self/ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["self/clip_share"] == 0
+    assert metrics["loss"] == pytest.approx(-0.15, abs=1e-5)  # -mean of advantages 1 and -.7 at ratio 1
+    assert metrics["grad_norm"] > 0 and metrics["lr"] == 1e-2
+    # The policy has moved: the same rollouts are now clipped, in part.
+    assert updater(policy, algorithm(method="gspo")).step(own, nothing)["self/clip_share"] > 0
+    assert updater(policy, algorithm()).step([], nothing)["updates_made"] == 0
+
+
+def test_the_learning_rate_warms_up_linearly_and_then_stays(tmp_path: Path) -> None:
+    policy = load(save_tiny(tmp_path))
+    run = updater(policy, algorithm(prompts_per_mini_batch=4), optimizer=Optimizer(lr=4e-3, warmup_steps=4))
+    rates = []
+    for _ in range(6):
+        rates.append(run.optimizer.param_groups[0]["lr"])
+        run.step(rollouts(policy, "me"), nothing)
+    assert rates == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3, 4e-3, 4e-3])
+
+
+class _StopError(Exception):
+    pass
+
+
+def stop_at(call: int) -> Callable[[], None]:
+    left = iter(range(call))
+
+    def check() -> None:
+        if next(left, None) is None:
+            raise _StopError
+
+    return check
+
+
+def test_an_interruption_leaves_the_last_whole_update_and_nothing_of_the_next(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    policy = load(folder)
+    own = rollouts(policy, "me")
+    run = updater(policy, algorithm(), tokens=1)
+    with pytest.raises(_StopError):
+        run.step(own, stop_at(6))  # 4 sequences in the first mini-batch, 2 of the second
+    assert run.updates_made == 1
+    other = load(folder)
+    other_run = updater(other, algorithm(), tokens=1)
+    other_run.step(own[:4], nothing)
+    expected = other.trainable_state()
+    assert all(torch.equal(value, expected[name]) for name, value in policy.trainable_state().items())
+    # What the interrupted mini-batch had accumulated does not leak into the next.
+    run.step(own[4:], nothing)
+    other_run.step(own[4:], nothing)
+    expected = other.trainable_state()
+    assert all(torch.equal(value, expected[name]) for name, value in policy.trainable_state().items())
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_it_ruins_the_weights(tmp_path: Path) -> None:
+    policy = load(save_tiny(tmp_path))
+    weights = policy.trainable_state()
+    own = [replace(rollout, advantage=3e38) for rollout in rollouts(policy, "me")]
+    with pytest.raises(HacrlFedError, match="gradient is not finite"):
+        updater(policy, algorithm()).step(own, nothing)
+    assert all(torch.equal(value, weights[name]) for name, value in policy.trainable_state().items())
+
+
+@given(lengths=st.lists(st.integers(1, 100)), budget=st.integers(1, 300))
+def test_micro_batches_hold_every_index_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    batches = micro_batches(lengths, budget)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= budget
+    # No two neighbours would have fitted together.
+    for left, right in itertools.pairwise(batches):
+        assert (len(left) + 1) * max(lengths[index] for index in left) > budget
+        assert min(lengths[index] for index in left) >= max(lengths[index] for index in right)

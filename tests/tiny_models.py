@@ -1,0 +1,100 @@
+"""Tiny random models (about 30 k parameters) with small tokenizers of their own, for tests that need the real thing."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+Family = Literal["qwen3", "llama", "gpt2"]
+
+END = "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("1", "2"), ("a", "n"), ("an", "d"), ("i", "m"), ("<", "|")]
+
+
+def tiny_tokenizer(
+    merges: list[tuple[str, str]] = MERGES, chat: bool = True, pad: str | None = "<|pad|>"
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: 256 bytes, the merges, then <|im_start|>, <|im_end|> (EOS) and <think> (added, not special).
+
+    ``pad`` may be a token of its own, END (pad equals EOS) or None.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = alphabet + [left + right for left, right in merges]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", END])
+    backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=pad)
+    if chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_model(
+    family: Family, tokenizer: PreTrainedTokenizerFast, seed: int = 0, scale: float = 0.1
+) -> PreTrainedModel:
+    """A random model of ``family`` in float32; ``scale`` is the standard deviation of its initial weights."""
+    vocab_size = len(tokenizer)
+    eos = tokenizer.eos_token_id
+    config: Qwen3Config | LlamaConfig | GPT2Config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if family == "gpt2":
+            config = GPT2Config(
+                vocab_size=vocab_size,
+                n_embd=32,
+                n_layer=2,
+                n_head=4,
+                n_positions=256,
+                initializer_range=scale,
+                bos_token_id=eos,
+                eos_token_id=eos,
+            )
+            return GPT2LMHeadModel(config).eval()
+        kind, model_type = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[family]
+        config = kind(
+            vocab_size=vocab_size,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=256,
+            tie_word_embeddings=family == "qwen3",
+            initializer_range=scale,
+            bos_token_id=None,
+            eos_token_id=eos,
+        )
+        return model_type(config).eval()
+
+
+def save_tiny(
+    folder: Path,
+    family: Family = "qwen3",
+    *,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    seed: int = 0,
+    scale: float = 0.1,
+) -> str:
+    """Saves a tiny model with its tokenizer by save_pretrained; returns the folder as a string."""
+    tokenizer = tokenizer or tiny_tokenizer()
+    tiny_model(family, tokenizer, seed, scale).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
