@@ -5,6 +5,8 @@ import os
 # Flower looks up telemetry and update hosts unless both are set before its import; a user's own choice stands.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+# gRPC's core prints its own lines on stderr, beside the one sentence that says what is wrong.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 __version__ = "0.1.0"
 PROTOCOL_VERSION = 1

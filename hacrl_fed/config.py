@@ -22,11 +22,13 @@ SHARING_METHODS = frozenset({"hacpo", "naive"})
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class _Config(BaseModel):
+class StrictModel(BaseModel):
+    """What a person writes in a file: frozen, and unknown keys are refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class AlgorithmConfig(_Config):
+class AlgorithmConfig(StrictModel):
     """How rollouts become updates. ``prompts_per_mini_batch`` counts prompts of one source."""
 
     method: MethodName = "hacpo"
@@ -35,7 +37,7 @@ class AlgorithmConfig(_Config):
     prompts_per_mini_batch: int = Field(64, ge=1)
 
 
-class Deadlines(_Config):
+class Deadlines(StrictModel):
     """How long the coordinator waits, in seconds.
 
     Attributes:
@@ -53,7 +55,7 @@ class Deadlines(_Config):
     pause_s: Seconds = 86400
 
 
-class WireLimits(_Config):
+class WireLimits(StrictModel):
     """What a chunk and a step may weigh; more is refused, by name. Sizes hold after decompression."""
 
     chunk_bytes: int = Field(1 << 20, ge=1024)
@@ -63,13 +65,13 @@ class WireLimits(_Config):
     chunks_in_flight: int = Field(16, ge=1)
 
 
-class Evaluation(_Config):
+class Evaluation(StrictModel):
     """Held-out accuracy before and after: ``prompts`` of the task's held-out prompts, 0 for none; one sample a prompt."""
 
     prompts: int = Field(200, ge=0)
 
 
-class TaskRef(_Config):
+class TaskRef(StrictModel):
     """A task by its id, and by its digest where the run pins it (else the first agent to join does)."""
 
     id: str
@@ -89,7 +91,7 @@ class TaskRef(_Config):
         return value
 
 
-class RunConfig(_Config):
+class RunConfig(StrictModel):
     """What all agents of a run do alike."""
 
     task: TaskRef
@@ -112,7 +114,7 @@ class RunConfig(_Config):
         return {"id": value} if isinstance(value, str) else value
 
 
-class Optimizer(_Config):
+class Optimizer(StrictModel):
     """AdamW, constant learning rate after a linear warm-up."""
 
     lr: float = Field(1e-6, gt=0)
@@ -122,7 +124,7 @@ class Optimizer(_Config):
     max_grad_norm: float = Field(1.0, gt=0)
 
 
-class Lora(_Config):
+class Lora(StrictModel):
     """Low-rank adapters by peft; the reference policy is then the model with the adapter off."""
 
     r: int = Field(16, ge=1)
@@ -134,7 +136,7 @@ class Lora(_Config):
 Extract = Literal["whole", "last_number", "boxed"]
 
 
-class JsonLinesTask(_Config):
+class JsonLinesTask(StrictModel):
     """A task from a JSON-lines file: an object a line, with a prompt and its gold answer.
 
     Attributes:
@@ -153,7 +155,7 @@ class JsonLinesTask(_Config):
     held_out: float = Field(0.1, ge=0, lt=1)
 
 
-class ReasoningGymTask(_Config):
+class ReasoningGymTask(StrictModel):
     """A procedural task of reasoning-gym, which also verifies it.
 
     Attributes:
@@ -174,13 +176,13 @@ class ReasoningGymTask(_Config):
 TaskDefinition = Annotated[JsonLinesTask | ReasoningGymTask, Field(discriminator="kind")]
 
 
-class SiteLimits(_Config):
+class SiteLimits(StrictModel):
     """The site's own limits."""
 
     egress_bytes_per_step: int = Field(256 << 20, ge=1024)
 
 
-class SiteConfig(_Config):
+class SiteConfig(StrictModel):
     """What a site decides for itself.
 
     Attributes:
@@ -207,7 +209,7 @@ class SiteConfig(_Config):
     limits: SiteLimits = SiteLimits()
 
 
-class SimulatedAgent(_Config):
+class SimulatedAgent(StrictModel):
     """An agent of a simulated run: a model folder or hub id, or a warm-started demo model, and its site's settings."""
 
     model: str | None = None
@@ -221,7 +223,7 @@ class SimulatedAgent(_Config):
         return self
 
 
-class SimulationConfig(_Config):
+class SimulationConfig(StrictModel):
     """A whole federation on one box; ``compare`` names methods that the same agents are then trained with."""
 
     run: RunConfig
@@ -236,7 +238,7 @@ class SimulationConfig(_Config):
         return value
 
 
-C = TypeVar("C", bound=_Config)
+C = TypeVar("C", bound=StrictModel)
 
 
 def load(kind: type[C], path: Path | None, overrides: list[str] | None = None) -> C:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -279,35 +280,28 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _results(summaries: dict[str, dict[str, Any]], config: SimulationConfig) -> Table:
     """Held-out accuracy, rollouts and traffic of every agent under every method."""
-    table = Table(title="held-out accuracy, greedy / sampled")
-    for column in (
-        "agent",
-        "method",
-        "before",
-        "after",
-        "own rollouts",
-        "others' rollouts",
-        "bytes sent",
-        "bytes of weights",
-    ):
-        table.add_column(column, justify="left" if column in ("agent", "method") else "right")
+    table = Table(title="held-out accuracy before → after training", title_justify="left")
+    table.add_column("agent")
+    table.add_column("method")
+    for column in ("greedy", "sampled", "own rollouts", "sent", "weights"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name in config.agents:
         for method, summary in summaries.items():
             agent = summary["agents"][name]
-            shared = agent["cross_rollouts"] > 0
+            main = method == config.run.algorithm.method
             table.add_row(
-                name if method == config.run.algorithm.method else "",
-                Text(method, style="bold" if method == config.run.algorithm.method else ""),
-                _pair(agent["before"]),
-                _pair(agent["after"]),
+                name if main else "",
+                Text(method, style="bold" if main else ""),
+                *(_change(agent, mode) for mode in ("greedy", "sampled")),
                 f"{agent['own_rollouts']:,}",
-                f"{agent['cross_rollouts']:,}",
-                f"{agent['egress_bytes']:,}" if shared else "alone",
-                f"{agent['weight_bytes']:,}",
+                decimal(agent["egress_bytes"]),
+                decimal(agent["weight_bytes"]),
             )
         table.add_section()
     return table
 
 
-def _pair(accuracies: dict[str, float]) -> str:
-    return " / ".join(f"{accuracies[mode]:.3f}" for mode in ("greedy", "sampled") if mode in accuracies) or "-"
+def _change(agent: dict[str, Any], mode: str) -> str:
+    if mode not in agent["before"] or mode not in agent["after"]:
+        return "-"
+    return f"{agent['before'][mode]:.3f} → {agent['after'][mode]:.3f}"

@@ -2,10 +2,10 @@
 
 import json
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import transformers
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Context, RecordDict
 from rich.console import Console
@@ -69,6 +69,8 @@ def run_client(
     ``base_dir`` is what relative paths in ``site_config`` are relative to.
     """
     started = time.monotonic()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     # What can be wrong on this side is found out before anything leaves it.
     roster = rosters.load(roster_file)
     key = keys.load_private_key(key_file)
@@ -146,7 +148,7 @@ def _build_site(
         checkpoint.restore_random_state(saved.random_state)
         state = dict(saved.extra)
         tracker.load_state_dict(state.pop("capabilities"))
-        progress = Progress(**{**state, "totals": Counter(state["totals"]), "refused": Counter(state["refused"])})
+        progress = Progress(**state)
         egress.restore(progress.sent_bytes, progress.received_bytes)
         shown.tell(f"resuming from the checkpoint before step {progress.next_step + 1}")
     exchanging = None

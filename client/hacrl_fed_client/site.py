@@ -6,9 +6,10 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from hacrl_fed.algorithms.hacpo import CapabilityTracker
 from hacrl_fed.algorithms.methods import METHODS
@@ -46,6 +47,13 @@ class Progress:
     refused: Counter[str] = field(default_factory=Counter)
     sent_bytes: int = 0
     received_bytes: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, which ``Progress(**data)`` takes back."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+    def __post_init__(self) -> None:
+        self.totals, self.refused = Counter(self.totals), Counter(self.refused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +295,7 @@ class Site:
         self._console.stepped(step, self._run.steps, metrics)
 
     def _save(self) -> None:
-        progress = asdict(self.progress)
-        progress["refused"] = dict(self.all_refused())
+        progress = self.progress.as_json() | {"refused": dict(self.all_refused())}
         progress["capabilities"] = self._tracker.state_dict()
         egress = self._session.egress
         progress["sent_bytes"], progress["received_bytes"] = egress.sent_bytes, egress.received_bytes

@@ -15,7 +15,7 @@ from hacrl_fed.protocol.keys import parse_public_key
 from hacrl_fed.records import check_name
 
 
-class RosterAgent(config._Config):
+class RosterAgent(config.StrictModel):
     """An agent, the organisation that runs it, and its public key as a line ``ed25519:BASE64``."""
 
     name: str
@@ -40,7 +40,7 @@ class RosterAgent(config._Config):
         return parse_public_key(self.public_key)
 
 
-class Roster(config._Config):
+class Roster(config.StrictModel):
     """A run's name, its coordinator's public key and its agents, sorted by name."""
 
     run: str

@@ -16,7 +16,7 @@ from hacrl_fed.protocol.roster import Roster
 from hacrl_fed.records import ChunkHeader, Manifest, ManifestEntry, Participation, Rollout
 from hacrl_fed.v1 import envelope_pb2, exchange_pb2
 from hacrl_fed_server.ledger import Ledger, StoredChunk
-from hacrl_fed_server.refusal import Refusal
+from hacrl_fed_server.refusal import CallRefusedError
 from hacrl_fed_server.steps import Decision, Phase, StepBarrier
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Exchange:
             return self._open_step, any(chunk.agent == agent and chunk.final for chunk in chunks)
 
     def publish(self, agent: str, chunk: exchange_pb2.Chunk) -> bool:
-        """Checks and stores a chunk. Returns False for one that is already there. Raises Refusal."""
+        """Checks and stores a chunk. Returns False for one that is already there. Raises CallRefusedError."""
         limits = self._run.limits
         with self.changed:
             if self._in_flight[agent] >= limits.chunks_in_flight:
@@ -123,7 +123,7 @@ class Exchange:
             payload = envelope.open_envelope(chunk.header, self._roster.agent(agent).key, envelope.CHUNK_HEADER_TYPE)
             header = convert.header_from_payload(payload)
         except (envelope.SignatureError, ValueError) as error:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"chunk header: {error}") from None
+            raise CallRefusedError(grpc.StatusCode.INVALID_ARGUMENT, f"chunk header: {error}") from None
         if header.agent != agent:
             raise _invalid(f"the chunk is of agent {header.agent}, and the call of {agent}")
         if header.run_id != self._roster.run:
@@ -148,10 +148,12 @@ class Exchange:
         return rollouts
 
     def _place(self, header: ChunkHeader, digest: str) -> bool:
-        """Whether a checked chunk is the next of its chain (True) or already there (False). Raises Refusal."""
+        """Whether a checked chunk is the next of its chain (True) or already there (False). Raises CallRefusedError."""
         agent, step = header.agent, header.step
         if header.incarnation != self._ledger.incarnation(agent):
-            raise Refusal(grpc.StatusCode.ABORTED, f"incarnation {header.incarnation} of {agent} has been superseded")
+            raise CallRefusedError(
+                grpc.StatusCode.ABORTED, f"incarnation {header.incarnation} of {agent} has been superseded"
+            )
         chunks = self._ledger.chunks(step)
         if any(chunk.digest == digest for chunk in chunks):
             return False
@@ -224,13 +226,13 @@ def _entries(agents: tuple[str, ...], chunks: list[StoredChunk]) -> tuple[Manife
     return tuple(entries)
 
 
-def _invalid(message: str) -> Refusal:
-    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, message)
+def _invalid(message: str) -> CallRefusedError:
+    return CallRefusedError(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
-def _precondition(message: str) -> Refusal:
-    return Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
+def _precondition(message: str) -> CallRefusedError:
+    return CallRefusedError(grpc.StatusCode.FAILED_PRECONDITION, message)
 
 
-def _exhausted(message: str) -> Refusal:
-    return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+def _exhausted(message: str) -> CallRefusedError:
+    return CallRefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, message)

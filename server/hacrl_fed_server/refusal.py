@@ -3,7 +3,7 @@
 import grpc
 
 
-class Refusal(Exception):
+class CallRefusedError(Exception):
     """A request that is refused: a gRPC status code and one sentence for the caller."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:

@@ -14,7 +14,7 @@ from hacrl_fed.protocol.roster import Roster
 from hacrl_fed.records import CallToken, check_digest
 from hacrl_fed.v1 import envelope_pb2, exchange_pb2, session_pb2
 from hacrl_fed_server.exchange import Exchange
-from hacrl_fed_server.refusal import Refusal
+from hacrl_fed_server.refusal import CallRefusedError
 from hacrl_fed_server.sessions import Sessions
 
 _MAX_METRICS = 256
@@ -37,13 +37,13 @@ class SessionService:
         """Gives the run's signed configuration to a site with the same protocol and roster."""
         with _refusing(context):
             if request.protocol_version != PROTOCOL_VERSION:
-                raise Refusal(
+                raise CallRefusedError(
                     grpc.StatusCode.FAILED_PRECONDITION,
                     f"this site speaks protocol version {request.protocol_version}, and the server {PROTOCOL_VERSION}: "
                     "install the same hacrl-fed on both sides",
                 )
             if request.roster_digest != self._roster.digest:
-                raise Refusal(
+                raise CallRefusedError(
                     grpc.StatusCode.FAILED_PRECONDITION,
                     f"this site's roster (digest {request.roster_digest[:12]}) differs from the server's "
                     f"(digest {self._roster.digest[:12]}): both sides need the same roster file",
@@ -89,7 +89,9 @@ class SessionService:
         """Takes an agent's metrics of a step."""
         with _refusing(context):
             if len(request.metrics) > _MAX_METRICS:
-                raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a report holds at most {_MAX_METRICS} metrics")
+                raise CallRefusedError(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"a report holds at most {_MAX_METRICS} metrics"
+                )
             self._sessions.report(token.agent, request.step, dict(request.metrics))
         return session_pb2.StepReportResponse()
 
@@ -120,7 +122,7 @@ class ExchangeService:
 def _refusing(context: grpc.ServicerContext) -> Iterator[None]:
     try:
         yield
-    except Refusal as refusal:
+    except CallRefusedError as refusal:
         context.abort(refusal.code, refusal.message)
     except ValueError as error:  # what a record or a conversion says of a bad value
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

@@ -14,7 +14,7 @@ from hacrl_fed.protocol.roster import Roster
 from hacrl_fed.status import AgentStatus, RunStatus
 from hacrl_fed.v1 import session_pb2
 from hacrl_fed_server.ledger import Ledger
-from hacrl_fed_server.refusal import Refusal
+from hacrl_fed_server.refusal import CallRefusedError
 from hacrl_fed_server.steps import StepBarrier
 
 _POLL_S = 1.0
@@ -55,7 +55,7 @@ class Sessions:
         self._finished: str | None = None
 
     def join(self, agent: str, task_digest: str, instance: str) -> int:
-        """Admits a process as the agent's newest and returns its incarnation. Raises Refusal."""
+        """Admits a process as the agent's newest and returns its incarnation. Raises CallRefusedError."""
         with self._changed:
             pinned = self._ledger.meta("task_digest")
             if pinned is None:
@@ -63,7 +63,7 @@ class Sessions:
                 genesis = digests.genesis_digest(self._roster.digest, self._run_payload, task_digest)
                 self._ledger.set_meta("genesis", genesis)
             elif pinned != task_digest:
-                raise Refusal(
+                raise CallRefusedError(
                     grpc.StatusCode.FAILED_PRECONDITION,
                     f"task {self._run.task.id} differs: this site's digest is {task_digest}, and the run's {pinned}; "
                     "all sites need the same prompts, answers and verifier under this id",
@@ -116,7 +116,7 @@ class Sessions:
                     self._changed.notify_all()
 
     def heartbeat(self, agent: str, incarnation: int, step: int, phase: str) -> None:
-        """A sign of life, with what the agent is doing. Raises Refusal."""
+        """A sign of life, with what the agent is doing. Raises CallRefusedError."""
         with self._changed:
             self._check_incarnation(agent, incarnation)
             session = self._sessions[agent]
@@ -204,7 +204,7 @@ class Sessions:
     def _check_incarnation(self, agent: str, incarnation: int) -> None:
         current = self._sessions[agent].incarnation
         if incarnation != current:
-            raise Refusal(
+            raise CallRefusedError(
                 grpc.StatusCode.ABORTED,
                 f"this process of agent {agent} (incarnation {incarnation}) was superseded by a newer one with the same key",
             )
