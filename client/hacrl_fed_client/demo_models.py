@@ -87,7 +87,7 @@ def _tokenizer(name: DemoName) -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=_UNKNOWN))
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=_EOS, pad_token=_PAD, unk_token=_UNKNOWN, clean_up_tokenization_spaces=False
     )
 

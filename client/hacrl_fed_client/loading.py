@@ -46,7 +46,7 @@ def load_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
         # transformers only logs this, and trains on from random weights.
         missing = sorted(report["missing_keys"])
         raise UserError(f"the model {name} lacks {len(missing)} weights, {missing[0]} first: download it again")
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     return model
 
 
@@ -70,7 +70,7 @@ def take_eos_ids(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
             f"the model {name} names no end-of-sequence token: set eos_token in its tokenizer_config.json "
             "or eos_token_id in its generation_config.json"
         )
-    model.generation_config = GenerationConfig(eos_token_id=ids, pad_token_id=ids[0])  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(eos_token_id=ids, pad_token_id=ids[0])
     return (ids[0], *sorted(ids[1:]))
 
 

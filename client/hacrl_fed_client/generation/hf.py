@@ -30,7 +30,7 @@ class HfGenerator:
                 "lower max_new_tokens or max_prompt_tokens"
             )
         rows = [prompt for prompt in prompts for _ in range(samples)]
-        config = GenerationConfig(  # type: ignore[no-untyped-call]
+        config = GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=not greedy,
             temperature=1.0,
