@@ -191,6 +191,128 @@ def demo_model(
         make_demo_model(name, seed, out)
 
 
+RunFolderArgument = Annotated[Path, typer.Argument(help="Run folder of a client, of a server or of simulate.")]
+TaskId = Annotated[str, typer.Option(help="The task's id.")]
+SiteFile = Annotated[
+    Path | None, typer.Option(help="The site's own configuration (site.yaml), which may define tasks.")
+]
+
+
+@app.command()
+def score(task: TaskId, config: SiteFile = None, set_: Overrides = None) -> None:
+    """Scores completions: JSON lines in ("prompt_id" or "prompt", and "completion"), with a reward and a reason out."""
+    from hacrl_fed.config import SiteConfig, load
+    from hacrl_fed.scoring import read_completions
+    from hacrl_fed.scoring import score as score_all
+    from hacrl_fed.tasks.registry import load_task
+    from hacrl_fed.verifiers.pool import WORKERS, VerifierPool
+
+    with _interruptible():
+        site = load(SiteConfig, config, set_)
+        loaded = load_task(task, site.tasks, config.parent if config else Path())
+        items = read_completions(sys.stdin.buffer, loaded)
+        with VerifierPool(loaded.verifier, site.verifier_timeout_s, WORKERS) as verifiers:
+            for line in score_all(items, verifiers):
+                print(line, flush=True)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Option(help="A model folder, or a hub id.")],
+    task: TaskId,
+    config: SiteFile = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts to take at most.")] = 200,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 1024,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Where completions are cut.")] = 4096,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled completions.")] = 0,
+    set_: Overrides = None,
+) -> None:
+    """Measures a model's held-out accuracy on a task, greedy and sampled, as a site does before and after training."""
+    from hacrl_fed_client.evaluate import run_evaluation
+
+    from hacrl_fed.config import SiteConfig, load
+
+    with _interruptible():
+        run_evaluation(
+            model=model,
+            task_id=task,
+            site_config=load(SiteConfig, config, set_),
+            base_dir=config.parent if config else Path(),
+            prompts=prompts,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            console=Console(),
+        )
+
+
+@app.command()
+def inspect(
+    run_dir: RunFolderArgument,
+    roster: Annotated[
+        Path | None, typer.Option(help="Check the signatures in a server's ledger by this roster.")
+    ] = None,
+) -> None:
+    """Shows what left a site, what a published rollout holds, and whether a server's chain of manifests verifies."""
+    from hacrl_fed_server.audit import audit_ledger, render_audit
+
+    from hacrl_fed import inspection
+    from hacrl_fed.protocol import roster as rosters
+    from hacrl_fed.run_folder import open_run_folder
+
+    console = Console()
+    faults = []
+    runs = open_run_folder(run_dir)
+    for run in runs:
+        if len(runs) > 1:
+            console.rule(Text(run.method))
+        for agent, folder in run.agents.items():
+            console.print(inspection.render_egress(agent, inspection.read_egress(folder)))
+        if run.ledger:
+            pinned = roster or run.roster
+            audit = audit_ledger(run.ledger, rosters.load(pinned) if pinned else None)
+            console.print(render_audit(audit))
+            faults += [f"{run.ledger}: {audit.fault}"] if audit.fault else []
+    if any(run.agents for run in runs):
+        console.print(inspection.render_contents())
+    if faults:
+        raise HacrlFedError(f"the chain of manifests does not verify: {faults[0]}")
+
+
+@app.command()
+def report(run_dir: RunFolderArgument) -> None:
+    """Shows how the agents of a run do, also while it goes on: accuracy, learning curves, sharing, seconds a step."""
+    from hacrl_fed.report import render_run
+    from hacrl_fed.run_folder import open_run_folder
+
+    runs = [run for run in open_run_folder(run_dir) if run.agents]
+    if not runs:
+        raise UserError(f"{run_dir} holds no agent's metrics: name the run folder of a client or of simulate")
+    console = Console()
+    for run in runs:
+        console.print(render_run(run))
+
+
+@app.command()
+def doctor(
+    server: Annotated[str | None, typer.Option(help="HOST:PORT of a coordinator that should be reachable.")] = None,
+    ca: Annotated[Path | None, typer.Option(help="Certificate of the authority that signed the server's.")] = None,
+    insecure: Insecure = False,
+) -> None:
+    """Looks for what would get in the way of a run on this machine; exit code 1 where there is a problem."""
+    from hacrl_fed.doctor import Level, examine_machine, examine_server, render
+    from hacrl_fed.protocol.transport import parse_address
+
+    if (ca is not None) + insecure != (server is not None):
+        raise UserError("--server goes with --ca FILE for TLS, or with --insecure for plain text, and not with both")
+    findings = list(examine_machine(Path()))
+    if server is not None:
+        findings.append(examine_server(parse_address(server), ClientTls(ca) if ca else None))
+    Console().print(render(findings))
+    if any(finding.level is Level.PROBLEM for finding in findings):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Runs a command; an error of ours is one sentence and its exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.live import Live
@@ -280,10 +281,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _results(summaries: dict[str, dict[str, Any]], config: SimulationConfig) -> Table:
     """Held-out accuracy, rollouts and traffic of every agent under every method."""
-    table = Table(title="held-out accuracy before → after training", title_justify="left")
-    table.add_column("agent")
-    table.add_column("method")
-    for column in ("greedy", "sampled", "own rollouts", "sent", "weights"):
+    table = Table(title="held-out accuracy before → after training", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("agent", no_wrap=True)
+    table.add_column("method", no_wrap=True)
+    for column in ("greedy", "sampled", "rollouts", "sent", "weights"):
         table.add_column(column, justify="right", no_wrap=True)
     for name in config.agents:
         for method, summary in summaries.items():

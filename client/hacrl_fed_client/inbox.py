@@ -53,7 +53,6 @@ class Inbox:
         self._seen: set[str] = set()  # of the step being read: a stream that was taken up again repeats them
         self._chunks: dict[int, dict[str, AdmittedChunk]] = {}
         self._closed: dict[int, ClosedStep] = {}
-        self._failure: HacrlFedError | None = None
 
     @property
     def reading_step(self) -> int:
@@ -61,17 +60,15 @@ class Inbox:
         return self._reading.step
 
     def read(self, events: Iterable[exchange_pb2.ExchangeEvent]) -> None:
-        """Takes events until they end; runs on a thread of its own. A failure is raised to who waits."""
-        try:
-            for event in events:
-                if event.WhichOneof("event") == "manifest":
-                    self._take_manifest(event.manifest)
-                else:
-                    self._take_chunk(event.chunk)
-        except HacrlFedError as failure:
-            with self._changed:
-                self._failure = failure
-                self._changed.notify_all()
+        """Takes events until they end; runs on a thread of its own.
+
+        Raises HacrlFedError where the coordinator's log does not hold together.
+        """
+        for event in events:
+            if event.WhichOneof("event") == "manifest":
+                self._take_manifest(event.manifest)
+            else:
+                self._take_chunk(event.chunk)
 
     def add_own(self, step: int, chunk: AdmittedChunk) -> None:
         """A chunk that this process itself publishes, and so need not admit."""
@@ -86,14 +83,12 @@ class Inbox:
     def wait_closed(self, step: int, deadline_s: float, check: Callable[[], None]) -> ClosedStep:
         """The step, once its manifest has come. ``check`` may raise to end the wait.
 
-        Raises HacrlFedError after ``deadline_s``, or where the coordinator's log does not hold together.
+        Raises HacrlFedError after ``deadline_s``.
         """
         deadline = time.monotonic() + deadline_s
         while True:
             check()
             with self._changed:
-                if self._failure:
-                    raise self._failure
                 if step in self._closed:
                     return self._closed[step]
                 if time.monotonic() > deadline:

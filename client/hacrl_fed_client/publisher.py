@@ -1,7 +1,7 @@
 """Publishing own rollouts: chunks of whole groups, signed and sent in order by a thread, while later groups still generate."""
 
+import contextlib
 import queue
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from hacrl_fed.v1 import exchange_pb2
 from hacrl_fed_client.admission import AdmittedChunk, AdmittedRollout
 from hacrl_fed_client.inbox import Inbox
 from hacrl_fed_client.session import Session, StepClosedError
+
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +58,18 @@ class Publisher:
         self._sampling = sampling
         self._tokenizer_digest = tokenizer_digest
         self._chunk_bytes = chunk_bytes
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
-        self._failure: HacrlFedError | None = None
+        self._jobs: queue.Queue[_Job] = queue.Queue()
         self._head = ""
         self._step = -1
         self._chunk_index = 0
         self._total = 0
-        self._thread = threading.Thread(target=self._send_all, name="publish", daemon=True)
-        self._thread.start()
+        session.run_beside(self._send_all)
 
     def publish(self, own_step: OwnStep, groups: Sequence[Sequence[AdmittedRollout]], final: bool) -> None:
         """Queues whole groups as one chunk, or as several where they weigh too much for one."""
-        self.check()
         batches = self._fitting(groups)
         for index, batch in enumerate(batches):
             self._jobs.put(_Job(own_step, batch, final and index == len(batches) - 1))
-
-    def check(self) -> None:
-        """Raises what ended publishing, if something did."""
-        if self._failure:
-            raise self._failure
-
-    def close(self) -> None:
-        """Ends the thread once what is queued has been sent, or has failed."""
-        self._jobs.put(None)
 
     def _fitting(self, groups: Sequence[Sequence[AdmittedRollout]]) -> list[tuple[AdmittedRollout, ...]]:
         batches: list[list[AdmittedRollout]] = [[]]
@@ -99,14 +89,10 @@ class Publisher:
         return [tuple(batch) for batch in batches]
 
     def _send_all(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                self._send(job)
-            except StepClosedError:
-                continue  # the step's manifest has come, or is about to: it says what counts
-            except HacrlFedError as failure:
-                self._failure = failure
-                return
+        while not self._session.is_closed:
+            # The step's manifest says what counts of a step that was closed meanwhile.
+            with contextlib.suppress(queue.Empty, StepClosedError):
+                self._send(self._jobs.get(timeout=_POLL_S))
 
     def _send(self, job: _Job) -> None:
         if job.own_step.step != self._step:

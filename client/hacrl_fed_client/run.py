@@ -21,7 +21,7 @@ from hacrl_fed.records import SamplingParameters
 from hacrl_fed.tasks.base import Task
 from hacrl_fed.tasks.registry import load_task
 from hacrl_fed.tasks.schedule import step_prompts
-from hacrl_fed.verifiers.pool import VerifierPool
+from hacrl_fed.verifiers.pool import WORKERS, VerifierPool
 from hacrl_fed_client import checkpoint
 from hacrl_fed_client.admission import Admission, StepExpectation
 from hacrl_fed_client.app import MESSAGE_TYPES, build_client_app
@@ -36,8 +36,6 @@ from hacrl_fed_client.retokenize import Retokenizer
 from hacrl_fed_client.session import Joined, Session
 from hacrl_fed_client.site import Exchanging, Progress, Site
 from hacrl_fed_client.update import Updater
-
-_VERIFIER_PROCESSES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ def run_client(
             _write_config(run_dir, agent, model, run, site_config)
             policy = Policy.load(model, site_config, run.seed, with_reference=algorithm.kl_coef > 0)
             joining = _Joining(run, algorithm, task, genesis, session.join(task.digest))
-            with VerifierPool(task.verifier, site_config.verifier_timeout_s, _VERIFIER_PROCESSES) as verifiers:
+            with VerifierPool(task.verifier, site_config.verifier_timeout_s, WORKERS) as verifiers:
                 site = _build_site(
                     joining, policy, verifiers, session, egress, key, roster, agent, site_config, run_dir, shown
                 )
@@ -211,7 +209,7 @@ def _build_exchanging(
         policy.tokenizer_digest,
         run.limits.chunk_bytes,
     )
-    session.start_reader(lambda: inbox.read(session.subscribe(lambda: inbox.reading_step)))
+    session.run_beside(lambda: inbox.read(session.subscribe(lambda: inbox.reading_step)))
     return Exchanging(inbox, admission, publisher, joining.joined)
 
 

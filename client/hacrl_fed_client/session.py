@@ -1,30 +1,36 @@
 """A site's session with the coordinator: one outbound connection that is taken up again when it breaks."""
 
-import logging
 import queue
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_after_delay,
+    wait_random_exponential,
+)
 
 from hacrl_fed import PROTOCOL_VERSION
 from hacrl_fed.config import RunConfig, WireLimits
-from hacrl_fed.errors import HacrlFedError, RefusedError, UnreachableError
+from hacrl_fed.errors import RefusedError, UnreachableError
 from hacrl_fed.protocol import envelope, transport
 from hacrl_fed.protocol.roster import Roster
 from hacrl_fed.v1 import exchange_pb2, exchange_pb2_grpc, session_pb2, session_pb2_grpc
 from hacrl_fed_client.egress import Egress
 
-_log = logging.getLogger(__name__)
-
 _CALL_S = 30.0
 _PROBE_S = 10.0
 _HEARTBEAT_S = 5.0
+_THREADS = 4  # attending, heartbeats, reading the log, publishing
 _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 T = TypeVar("T")
@@ -75,11 +81,11 @@ class Session:
         self._connecting = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._closed = threading.Event()
-        self._failure: HacrlFedError | None = None
         self._orders: queue.Queue[session_pb2.FlowerMessage | None] = queue.Queue()
         self._doing = (0, "starting")
         self._task_digest = ""
-        self._threads: list[threading.Thread] = []
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="session")
+        self._running: list[Future[None]] = []
 
     @property
     def incarnation(self) -> int:
@@ -112,8 +118,12 @@ class Session:
 
     def attend(self, on_status: Callable[[session_pb2.Status], None]) -> None:
         """Starts the session's threads: one keeps the stream of orders and status, one sends heartbeats."""
-        self._start("attend", lambda: self._attend(on_status))
-        self._start("heartbeat", self._beat)
+        self.run_beside(lambda: self._attend(on_status))
+        self.run_beside(self._beat)
+
+    def run_beside(self, work: Callable[[], None]) -> None:
+        """Runs ``work`` on a thread that ends with the session; what it raises, ``check`` raises again."""
+        self._running.append(self._threads.submit(work))
 
     def orders(self) -> Iterator[session_pb2.FlowerMessage]:
         """The coordinator's orders, each once, until the run is over. Raises what ended the session."""
@@ -132,8 +142,14 @@ class Session:
 
     def check(self) -> None:
         """Raises what ended the session, if something did."""
-        if self._failure:
-            raise self._failure
+        for work in self._running:
+            if work.done() and (error := work.exception()):
+                raise error
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the session has ended on this side."""
+        return self._closed.is_set()
 
     def doing(self, step: int, phase: str) -> None:
         """What the next heartbeats say of this site."""
@@ -182,32 +198,28 @@ class Session:
         self._closed.set()
         if self._channel:
             self._channel.close()
-        for thread in self._threads:
-            thread.join(timeout=_CALL_S)
+        self._threads.shutdown()
 
     def _attend(self, on_status: Callable[[session_pb2.Status], None]) -> None:
-        try:
-            while not self._closed.is_set():
-                try:
-                    for event in self._session_stub().Attend(session_pb2.AttendRequest()):
-                        self.egress.received(event.ByteSize())
-                        match event.WhichOneof("event"):
-                            case "order":
-                                self._orders.put(event.order)
-                            case "status":
-                                on_status(event.status)
-                            case "finished":
-                                self._orders.put(None)
-                                return
-                except grpc.RpcError as error:
-                    if self._closed.is_set():
-                        return
-                    if not self._is_passing(error):
-                        raise _refused(error) from None
-                    self._tell("the connection to the server broke; reconnecting")
-                self._reconnect()
-        except HacrlFedError as failure:
-            self._failure = failure
+        while not self._closed.is_set():
+            try:
+                for event in self._session_stub().Attend(session_pb2.AttendRequest()):
+                    self.egress.received(event.ByteSize())
+                    match event.WhichOneof("event"):
+                        case "order":
+                            self._orders.put(event.order)
+                        case "status":
+                            on_status(event.status)
+                        case "finished":
+                            self._orders.put(None)
+                            return
+            except grpc.RpcError as error:
+                if self._closed.is_set():
+                    return
+                if not self._is_passing(error):
+                    raise _refused(error) from None
+                self._tell("the connection to the server broke; reconnecting")
+            self._reconnect()
 
     def _reconnect(self) -> None:
         if self._closed.wait(0.5):
@@ -229,22 +241,16 @@ class Session:
             except UnreachableError:
                 continue  # the attending thread reconnects, or gives up and says so
             except grpc.RpcError as error:
-                if not self._is_passing(error):
-                    self._failure = self._failure or _refused(error)
-                    return
-
-    def _start(self, name: str, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        thread.start()
-        self._threads.append(thread)
-
-    def start_reader(self, read: Callable[[], None]) -> None:
-        """Runs what reads the subscription on a thread that ends with the session."""
-        self._start("subscribe", read)
+                if not (self._is_passing(error) or self.is_closed):
+                    raise _refused(error) from None
 
     def _call(self, method: str, call: Callable[[], T], size: int, step: int | None = None) -> T:
-        self.egress.sent(method, size, step)
+        def attempt() -> T:
+            self.egress.sent(method, size, step)
+            return call()
+
         retrying = Retrying(
+            sleep=sleep_using_event(self._closed),
             stop=stop_after_delay(self._connect_s),
             wait=wait_random_exponential(multiplier=0.25, max=5),
             retry=retry_if_exception(self._is_passing),
@@ -252,7 +258,7 @@ class Session:
             reraise=True,
         )
         try:
-            return retrying(call)
+            return retrying(attempt)
         except grpc.RpcError as error:
             if self._is_passing(error):
                 raise UnreachableError(

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from hacrl_fed.verifiers.pool import VerifierPool
 from hacrl_fed_client import checkpoint
 from hacrl_fed_client.admission import Admission, AdmittedRollout
 from hacrl_fed_client.console import SiteConsole
+from hacrl_fed_client.evaluate import MODES, measure
 from hacrl_fed_client.generation.base import Completion, Generator
 from hacrl_fed_client.inbox import ClosedStep, Inbox
 from hacrl_fed_client.learning import training_rollouts
@@ -124,23 +124,21 @@ class Site:
         prompt_ids = self._prompt_ids(prompts)
         prompts = tuple(prompt for prompt in prompts if prompt.id in prompt_ids)
         accuracies: dict[str, float] = {}
-        for mode in ("greedy", "sampled"):
+        for mode in MODES:
             self._doing(f"evaluating {when}, {mode}")
-            items = []
-            groups = self._generator.generate(
-                [prompt_ids[prompt.id] for prompt in prompts],
-                1,
+            accuracy = measure(
+                mode,
+                prompts,
+                prompt_ids,
+                self._generator,
+                self._retokenizer,
+                self._verifiers,
                 self._run.max_new_tokens,
-                greedy=mode == "greedy",
-                seed=self._seed("evaluation"),
+                self._seed("evaluation"),
+                self._session.check,
             )
-            for prompt, completions in zip(prompts, groups, strict=True):
-                self._session.check()
-                items.append((prompt, self._retokenizer.decode([completions[0].token_ids])[0]))
-            verdicts = self._verifiers.verify_all(items)
-            rewards = [verdict.reward for verdict in verdicts if verdict.reward is not None]
-            if rewards:
-                accuracies[mode] = statistics.fmean(rewards)
+            if accuracy.mean is not None:
+                accuracies[mode] = accuracy.mean
         self.progress.evaluations[when] = accuracies
         self._console.evaluated(when, accuracies)
         self._save()
@@ -197,12 +195,7 @@ class Site:
                 _log.warning("step %d was closed before this site had finished its rollouts", step)
         self._doing("waiting for the others")
         deadlines = self._run.deadlines
-
-        def check() -> None:
-            self._session.check()
-            exchanging.publisher.check()
-
-        return exchanging.inbox.wait_closed(step, deadlines.step_s + deadlines.pause_s, check)
+        return exchanging.inbox.wait_closed(step, deadlines.step_s + deadlines.pause_s, self._session.check)
 
     def _roll_out(
         self, step: int, prompts: tuple[Prompt, ...], prompt_ids: Mapping[str, tuple[int, ...]]

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from hacrl_fed.tasks.base import Prompt
 
+WORKERS = 2  # a site's: enough to verify beside generation
+
 _START_S = 60.0  # for a worker process to start and import what its verifier needs
 _REASON_CHARACTERS = 300  # of a verifier's error, which may quote the whole completion
 

@@ -1,8 +1,8 @@
 """The coordinator process: one run, one port. Puts the parts together and drives the run's ServerApp."""
 
-import logging
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -24,9 +24,7 @@ from hacrl_fed_server.grid import CoordinatorGrid
 from hacrl_fed_server.ledger import Ledger
 from hacrl_fed_server.services import ExchangeService, SessionService
 from hacrl_fed_server.sessions import Sessions
-from hacrl_fed_server.steps import StepBarrier
-
-_log = logging.getLogger(__name__)
+from hacrl_fed_server.steps import Decision, StepBarrier
 
 _TICK_S = 0.25
 _FAREWELL_S = 30.0
@@ -91,17 +89,18 @@ class _Coordinator:
         exchange_pb2_grpc.add_ExchangeServicer_to_server(ExchangeService(self._exchange), server)
         server.start()
         console.print(f"listening on {address}; run {self._roster.run}, agents {', '.join(self._roster.names)}")
-        with Live(console=console, auto_refresh=False, transient=True) as live:
-            ticker = threading.Thread(target=self._tick, args=(address, live), name="ticker")
-            ticker.start()
+        with (
+            Live(console=console, auto_refresh=False, transient=True) as live,
+            ThreadPoolExecutor(1, thread_name_prefix="ticker") as pool,
+        ):
+            ticker = pool.submit(self._tick, address, live)
             try:
-                grid = CoordinatorGrid(self._roster, self._sessions)
+                grid = CoordinatorGrid(self._roster, self._sessions, lambda: _raise_failure(ticker))
                 build_server_app(self._run)(grid, _context(grid))
                 self._sessions.finish("the run is complete")
                 self._await_farewell()
             finally:
                 self._stop.set()
-                ticker.join()
                 server.stop(grace=1).wait()
         console.print(f"the run is complete: {self._run.steps} steps; ledger and reports are in {self._run_dir}")
 
@@ -112,25 +111,22 @@ class _Coordinator:
             with self._exchange.changed:
                 now = time.monotonic()
                 self._sessions.expire(now)
-                status = self._status(address, now)
-                if status != shown:
-                    self._sessions.show(status)
-                else:
+                status = self._status(address, self._exchange.advance(now))
+                if status == shown:
                     self._exchange.changed.wait(_TICK_S)
-            if status != shown:
-                shown = status
-                status.write(self._run_dir)
-                live.update(render(status), refresh=True)
+                    continue
+                self._sessions.show(status)
+            shown = status
+            status.write(self._run_dir)
+            live.update(render(status), refresh=True)
 
-    def _status(self, address: str, now: float) -> RunStatus:
+    def _status(self, address: str, decision: Decision) -> RunStatus:
         agents = self._sessions.agents()
         if self._run.algorithm.method in SHARING_METHODS:
-            decision = self._exchange.advance(now)
             step, awaited = self._exchange.open_step, decision.awaited
             text = "all steps are closed" if self._exchange.complete else decision.text
         else:
-            present = [agent for agent in agents.values() if agent.present]
-            step = min((agent.step for agent in present), default=0)
+            step = min(agent.step for agent in agents.values())
             awaited = tuple(name for name, agent in agents.items() if not agent.present)
             text = f"waiting for {', '.join(awaited)} to join" if awaited else "each agent trains alone"
         return RunStatus(
@@ -143,6 +139,11 @@ class _Coordinator:
         with self._exchange.changed:
             while self._sessions.present() and time.monotonic() < deadline:
                 self._exchange.changed.wait(_TICK_S)
+
+
+def _raise_failure(work: Future[None]) -> None:
+    if work.done():
+        work.result()
 
 
 def _context(grid: CoordinatorGrid) -> Context:

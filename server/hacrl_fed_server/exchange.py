@@ -39,6 +39,7 @@ class Exchange:
         self._barrier = barrier
         self._open_step = ledger.open_step()
         self._in_flight: Counter[str] = Counter()
+        self._subscriptions: Counter[str] = Counter()  # counts them: only the newest of an agent goes on
         for chunk in ledger.chunks(self._open_step):
             barrier.published(chunk.agent, chunk.final)
 
@@ -91,8 +92,11 @@ class Exchange:
 
         A process gets its own chunks only where an earlier one of the same agent published them.
         """
+        with self.changed:
+            self._subscriptions[agent] += 1
+            subscription = self._subscriptions[agent]
         seq = 0
-        while alive():
+        while alive() and self._subscriptions[agent] == subscription:
             batch = self._ledger.events(first_step, seq, _EVENTS_A_READ)
             for event in batch:
                 seq = event.seq
@@ -120,6 +124,7 @@ class Exchange:
         if len(chunk.body) > limits.chunk_bytes:
             raise _exhausted(f"a chunk of {len(chunk.body)} bytes is over limits.chunk_bytes = {limits.chunk_bytes}")
         try:
+            convert.refuse_unknown_fields(chunk)
             payload = envelope.open_envelope(chunk.header, self._roster.agent(agent).key, envelope.CHUNK_HEADER_TYPE)
             header = convert.header_from_payload(payload)
         except (envelope.SignatureError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Flower's Grid over the coordinator's sessions."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from flwr.app import DEFAULT_TTL, Message, RecordDict
 from flwr.serverapp import Grid
@@ -20,8 +20,10 @@ class CoordinatorGrid(Grid):
     An agent that goes away answers what it was ordered with an error, and can be ordered again when it is back.
     """
 
-    def __init__(self, roster: Roster, sessions: Sessions) -> None:
+    def __init__(self, roster: Roster, sessions: Sessions, check: Callable[[], None]) -> None:
+        """``check`` raises what has gone wrong in the coordinator meanwhile, and is called whenever nodes are asked for."""
         self._sessions = sessions
+        self._check = check
         self._run = Run.create_empty(flower.run_id(roster.run))
         self._agents = {flower.node_id(name): name for name in roster.names}
         self._pushed: dict[str, Message] = {}
@@ -52,6 +54,7 @@ class CoordinatorGrid(Grid):
 
     def get_node_ids(self) -> Iterable[int]:
         """Nodes of the agents that are present or expected back at once."""
+        self._check()
         return [flower.node_id(name) for name in self._sessions.reachable()]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:

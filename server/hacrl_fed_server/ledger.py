@@ -20,7 +20,7 @@ CREATE TABLE IF NOT EXISTS chunks (
     message BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS chunks_by_step ON chunks (step, agent, incarnation, chunk_index);
 CREATE TABLE IF NOT EXISTS manifests (
-    step INTEGER PRIMARY KEY, seq INTEGER NOT NULL, digest TEXT NOT NULL, message BLOB NOT NULL);
+    step INTEGER PRIMARY KEY, seq INTEGER NOT NULL UNIQUE, digest TEXT NOT NULL, message BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS reports (
     step INTEGER NOT NULL, agent TEXT NOT NULL, metrics TEXT NOT NULL, PRIMARY KEY (step, agent));
 """

@@ -3,6 +3,7 @@
 They are not the generated servicers' subclasses: each method is also given the call's verified token (transport.make_server).
 """
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,9 @@ from contextlib import contextmanager
 import grpc
 
 from hacrl_fed import PROTOCOL_VERSION
+from hacrl_fed.protocol import flower
 from hacrl_fed.protocol.roster import Roster
-from hacrl_fed.records import CallToken, check_digest
+from hacrl_fed.records import CallToken, check_digest, check_name
 from hacrl_fed.v1 import envelope_pb2, exchange_pb2, session_pb2
 from hacrl_fed_server.exchange import Exchange
 from hacrl_fed_server.refusal import CallRefusedError
@@ -56,6 +58,7 @@ class SessionService:
         """Admits a process as the agent's newest."""
         with _refusing(context):
             check_digest("task_digest", request.task_digest)
+            check_name("instance_id", request.instance_id)
             incarnation = self._sessions.join(token.agent, request.task_digest, request.instance_id)
             open_step, finished = self._exchange.standing(token.agent)
         return session_pb2.JoinResponse(incarnation=incarnation, open_step=open_step, open_step_finished=finished)
@@ -71,7 +74,10 @@ class SessionService:
     def Reply(  # noqa: N802
         self, request: session_pb2.FlowerMessage, context: grpc.ServicerContext, token: CallToken
     ) -> session_pb2.ReplyResponse:
-        """Takes the reply to an order."""
+        """Takes the reply to an order, if it is one that Flower can be given."""
+        with _refusing(context):
+            ids = {"src_node_id": flower.node_id(token.agent), "dst_node_id": flower.SERVER_NODE_ID}
+            flower.from_proto(request, run_id=flower.run_id(self._roster.run), **ids)
         self._sessions.reply(token.agent, request)
         return session_pb2.ReplyResponse()
 
@@ -92,6 +98,9 @@ class SessionService:
                 raise CallRefusedError(
                     grpc.StatusCode.RESOURCE_EXHAUSTED, f"a report holds at most {_MAX_METRICS} metrics"
                 )
+            for name, value in request.metrics.items():
+                if not math.isfinite(value):
+                    raise ValueError(f"metric {name!r} must be finite, not {value}")
             self._sessions.report(token.agent, request.step, dict(request.metrics))
         return session_pb2.StepReportResponse()
 

@@ -57,17 +57,17 @@ class Sessions:
     def join(self, agent: str, task_digest: str, instance: str) -> int:
         """Admits a process as the agent's newest and returns its incarnation. Raises CallRefusedError."""
         with self._changed:
-            pinned = self._ledger.meta("task_digest")
-            if pinned is None:
-                self._ledger.set_meta("task_digest", task_digest)
-                genesis = digests.genesis_digest(self._roster.digest, self._run_payload, task_digest)
-                self._ledger.set_meta("genesis", genesis)
-            elif pinned != task_digest:
+            pinned = self._ledger.meta("task_digest") or self._run.task.digest
+            if pinned not in (None, task_digest):
                 raise CallRefusedError(
                     grpc.StatusCode.FAILED_PRECONDITION,
                     f"task {self._run.task.id} differs: this site's digest is {task_digest}, and the run's {pinned}; "
                     "all sites need the same prompts, answers and verifier under this id",
                 )
+            if self._ledger.meta("genesis") is None:
+                self._ledger.set_meta("task_digest", task_digest)
+                genesis = digests.genesis_digest(self._roster.digest, self._run_payload, task_digest)
+                self._ledger.set_meta("genesis", genesis)
             incarnation = self._ledger.admit(agent, instance)
             session = self._sessions[agent]
             if incarnation != session.incarnation:
