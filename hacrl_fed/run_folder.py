@@ -1,6 +1,7 @@
 """Finds what a run folder holds: of a client, of a server, or of a simulation with one run for each method."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,10 @@ def open_run_folder(folder: Path) -> list[Run]:
     """
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    roster = _existing(folder / "federation" / "roster.yaml")
-    compared = sorted(path.parent for path in folder.glob("*/run.yaml"))
-    simulated = [path for path in (folder, *compared) if (path / "run.yaml").exists()]
-    if simulated:
-        return [_simulated_run(path, roster) for path in simulated]
+    if (folder / "agents").is_dir():
+        roster = _existing(folder / "federation" / "roster.yaml")
+        compared = sorted(path.parent for path in folder.glob("*/agents"))
+        return [_simulated_run(path, roster) for path in (folder, *compared)]
     if (folder / _LEDGER).exists():
         return [Run(_method(read_json(folder / "config.json")), ledger=folder / _LEDGER)]
     if (folder / "egress.jsonl").exists():
@@ -68,6 +68,15 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [_object(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def keep_json_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Drops from a file of JSON lines those that are not to be kept, and an unfinished last one; returns the others."""
+    kept = [line for line in read_json_lines(path) if keep(line)]
+    beside = path.with_name(path.name + ".new")
+    beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    beside.replace(path)
+    return kept
 
 
 def _simulated_run(folder: Path, roster: Path | None) -> Run:

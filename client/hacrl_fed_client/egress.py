@@ -7,12 +7,15 @@ from collections import Counter
 from pathlib import Path
 
 from hacrl_fed.errors import HacrlFedError
+from hacrl_fed.run_folder import keep_json_lines
 
 FILE_NAME = "egress.jsonl"
 
 
 class Egress:
     """Counts bytes in both directions and writes what is sent to a file. Safe to use from any thread.
+
+    The file goes on where an earlier process of the run left it.
 
     Sizes are those of the serialised messages, before compression and framing.
     """
@@ -21,8 +24,9 @@ class Egress:
         self._lock = threading.Lock()
         self._limit = bytes_per_step
         self._by_step: Counter[int] = Counter()
+        earlier = keep_json_lines(folder / FILE_NAME, lambda line: True)
         self._file = (folder / FILE_NAME).open("a", encoding="utf-8", buffering=1)
-        self.sent_bytes = 0
+        self.sent_bytes = sum(line["bytes"] for line in earlier)
         self.received_bytes = 0
 
     def sent(self, method: str, size: int, step: int | None = None) -> None:
@@ -43,12 +47,6 @@ class Egress:
         """Counts a message that came in."""
         with self._lock:
             self.received_bytes += size
-
-    def restore(self, sent_bytes: int, received_bytes: int) -> None:
-        """Goes on counting where an earlier process of this run stopped."""
-        with self._lock:
-            self.sent_bytes += sent_bytes
-            self.received_bytes += received_bytes
 
     def close(self) -> None:
         """Closes the file."""

@@ -18,6 +18,7 @@ from hacrl_fed.protocol import digests, flower, keys, transport
 from hacrl_fed.protocol import roster as rosters
 from hacrl_fed.protocol.roster import Roster
 from hacrl_fed.records import SamplingParameters
+from hacrl_fed.run_folder import keep_json_lines
 from hacrl_fed.tasks.base import Task
 from hacrl_fed.tasks.registry import load_task
 from hacrl_fed.tasks.schedule import step_prompts
@@ -147,8 +148,10 @@ def _build_site(
         state = dict(saved.extra)
         tracker.load_state_dict(state.pop("capabilities"))
         progress = Progress(**state)
-        egress.restore(progress.sent_bytes, progress.received_bytes)
+        egress.received(progress.received_bytes)
         shown.tell(f"resuming from the checkpoint before step {progress.next_step + 1}")
+    # Steps after the checkpoint are learned from again, and reported again.
+    keep_json_lines(run_dir / "metrics.jsonl", lambda line: line["step"] < progress.next_step)
     exchanging = None
     if METHODS[algorithm.method].shares:
         exchanging = _build_exchanging(joining, policy, verifiers, session, key, roster, agent, progress)

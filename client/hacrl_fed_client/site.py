@@ -45,7 +45,6 @@ class Progress:
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     totals: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    sent_bytes: int = 0
     received_bytes: int = 0
 
     def as_json(self) -> dict[str, Any]:
@@ -290,8 +289,7 @@ class Site:
     def _save(self) -> None:
         progress = self.progress.as_json() | {"refused": dict(self.all_refused())}
         progress["capabilities"] = self._tracker.state_dict()
-        egress = self._session.egress
-        progress["sent_bytes"], progress["received_bytes"] = egress.sent_bytes, egress.received_bytes
+        progress["received_bytes"] = self._session.egress.received_bytes
         state = checkpoint.Checkpoint(
             step=self.progress.next_step,
             policy=self._policy.trainable_state(),
