@@ -6,6 +6,7 @@ The coordinator and the agents talk over TLS on 127.0.0.1, with keys, a roster a
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -61,6 +62,7 @@ def run_simulation(config_file: Path, overrides: list[str], run_dir: Path | None
     except KeyboardInterrupt:
         raise InterruptedRunError(f"interrupted; the same command with --run-dir {folder} resumes") from None
     console.print(_results(summaries, config))
+    console.print(_means(summaries))
     console.print(f"run folder: {folder}")
 
 
@@ -281,7 +283,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _results(summaries: dict[str, dict[str, Any]], config: SimulationConfig) -> Table:
     """Held-out accuracy, rollouts and traffic of every agent under every method."""
-    table = Table(title="held-out accuracy before → after training", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title="held-out accuracy before → after training",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+    )
     table.add_column("agent", no_wrap=True)
     table.add_column("method", no_wrap=True)
     for column in ("greedy", "sampled", "rollouts", "sent", "weights"):
@@ -302,7 +310,17 @@ def _results(summaries: dict[str, dict[str, Any]], config: SimulationConfig) -> 
     return table
 
 
+def _means(summaries: dict[str, dict[str, Any]]) -> str:
+    """The mean over agents of the final greedy accuracy, by method."""
+    finals = {
+        method: [agent["after"]["greedy"] for agent in summary["agents"].values() if "greedy" in agent["after"]]
+        for method, summary in summaries.items()
+    }
+    means = [f"{method} {statistics.fmean(values):.3f}" for method, values in finals.items() if values]
+    return f"mean greedy accuracy after training: {', '.join(means) or 'not measured'}"
+
+
 def _change(agent: dict[str, Any], mode: str) -> str:
     if mode not in agent["before"] or mode not in agent["after"]:
         return "-"
-    return f"{agent['before'][mode]:.3f} → {agent['after'][mode]:.3f}"
+    return f"{agent['before'][mode]:.2f} → {agent['after'][mode]:.2f}"
