@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -27,6 +27,11 @@ keys_app = typer.Typer(help="Identities of agents and of coordinators.", no_args
 roster_app = typer.Typer(help="Who may take part in a run.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
 app.add_typer(roster_app, name="roster")
+
+# What the extra "client" installs, beside what a coordinator needs.
+_CLIENT_MODULES = frozenset(
+    {"accelerate", "datasets", "math_verify", "pebble", "peft", "reasoning_gym", "tenacity", "torch", "transformers"}
+)
 
 RunDir = Annotated[Path, typer.Option(help="Folder of the run; the same command with the same folder resumes.")]
 RosterFile = Annotated[Path, typer.Option(help="The run's roster.")]
@@ -131,13 +136,15 @@ def client(
     set_: Overrides = None,
 ) -> None:
     """Trains this site's model on its own rollouts and on those that the other agents share."""
-    from hacrl_fed_client.run import run_client
-
     from hacrl_fed.config import SiteConfig, load
 
     if insecure == (ca is not None):
         raise UserError("give --ca FILE for TLS, or --insecure for plain text on this machine, and not both")
     with _interruptible(f"the same command with --run-dir {run_dir} resumes"):
+        site_config = load(SiteConfig, config, set_)
+        # Takes seconds, in which Ctrl-C must work too.
+        from hacrl_fed_client.run import run_client
+
         run_client(
             address=server,
             agent=agent,
@@ -147,7 +154,7 @@ def client(
             run_dir=run_dir,
             tls=ClientTls(ca, *(_pair(client_cert, client_key, "--client-cert", "--client-key") or ())) if ca else None,
             allow_remote=insecure_allow_remote,
-            site_config=load(SiteConfig, config, set_),
+            site_config=site_config,
             base_dir=config.parent if config else Path(),
             console=Console(),
         )
@@ -319,8 +326,18 @@ def main() -> None:
     try:
         app()
     except HacrlFedError as error:
-        Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
-        sys.exit(error.exit_code)
+        _fail(error)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _CLIENT_MODULES:
+            raise
+        _fail(
+            UserError(f"this command needs {error.name}: install the training stack, pip install 'hacrl-fed[client]'")
+        )
+
+
+def _fail(error: HacrlFedError) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
+    sys.exit(error.exit_code)
 
 
 @contextmanager

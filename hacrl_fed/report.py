@@ -94,7 +94,7 @@ def _results(agents: Sequence[AgentRecord]) -> RenderableType:
             f"{agent.count('own_rollouts'):,}",
             f"{agent.count('cross_rollouts'):,}",
         )
-    note = "greedy, sampled: held-out accuracy before → after; own, cross: rollouts learned from"
+    note = "greedy, sampled: held-out accuracy before → after; own, cross: rollouts used"
     return Group(table, Text(note, style="dim"))
 
 

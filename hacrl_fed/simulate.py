@@ -255,7 +255,8 @@ def _stop(processes: list[_Process]) -> None:
     """Interrupts what still runs, as Ctrl-C would, and kills what does not end then."""
     for process in reversed(processes):
         if process.popen.poll() is None:
-            process.popen.send_signal(signal.SIGINT)
+            # Not SIGINT, which a shell has its background jobs ignore, and their children with them.
+            process.popen.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + _STOP_S
     for process in processes:
         try:

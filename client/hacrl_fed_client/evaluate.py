@@ -101,7 +101,7 @@ def run_evaluation(
     accuracies = {}
     with (
         VerifierPool(task.verifier, site_config.verifier_timeout_s, WORKERS) as verifiers,
-        Progress(console=console, transient=True) as progress,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
         for mode in MODES:
             bar = progress.add_task(mode, total=len(fitting))

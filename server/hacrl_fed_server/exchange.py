@@ -162,6 +162,8 @@ class Exchange:
         chunks = self._ledger.chunks(step)
         if any(chunk.digest == digest for chunk in chunks):
             return False
+        if self.complete:
+            raise _precondition(f"all {self._run.steps} steps of the run are closed")
         if step != self._open_step:
             raise _precondition(f"step {step} is not open; step {self._open_step} is")
         own = [chunk for chunk in chunks if chunk.agent == agent]
