@@ -5,6 +5,7 @@ or read a file. ``SiteConfig`` is the site's own (site.yaml), and wins.
 """
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -308,7 +309,9 @@ def _first_fault(kind: type[BaseModel], error: ValidationError) -> str:
     fault = faults[0]
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        near = difflib.get_close_matches(str(fault["loc"][-1]), sorted(_known_keys(kind)), n=1, cutoff=0.5)
+        near = difflib.get_close_matches(
+            str(fault["loc"][-1]), sorted(_known_keys(kind, fault["loc"][:-1])), n=1, cutoff=0.5
+        )
         hint = f"; did you mean {near[0]}?" if near else ""
         return f"unknown key {where}{hint}"
     if fault["type"] == "missing":
@@ -317,10 +320,23 @@ def _first_fault(kind: type[BaseModel], error: ValidationError) -> str:
     return f"{where}: {message}" if where else message
 
 
-def _known_keys(kind: type[BaseModel]) -> set[str]:
-    """Names of all keys of a configuration and of its sections."""
-    keys: set[str] = set()
+def _known_keys(kind: type[BaseModel], section: Sequence[str | int]) -> set[str]:
+    """Names of the keys of a configuration's section, which is named by its path."""
     schema = kind.model_json_schema()
-    for section in [schema, *schema.get("$defs", {}).values()]:
-        keys.update(section.get("properties", {}))
-    return keys
+
+    def alternatives(node: dict[str, Any]) -> list[dict[str, Any]]:
+        if "$ref" in node:
+            return alternatives(schema["$defs"][node["$ref"].rpartition("/")[2]])
+        options = node.get("anyOf") or node.get("oneOf")
+        return [each for option in options for each in alternatives(option)] if options else [node]
+
+    nodes = alternatives(schema)
+    for part in section:
+        children = [
+            node.get("properties", {}).get(part) or node.get("additionalProperties") or node.get("items")
+            for node in nodes
+        ]
+        below = [each for child in children if child for each in alternatives(child)]
+        # Where nothing lies below, the part is what tells the alternatives of a union apart.
+        nodes = below or [node for node in nodes if node.get("properties", {}).get("kind", {}).get("const") == part]
+    return {key for node in nodes for key in node.get("properties", {})}

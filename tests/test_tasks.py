@@ -50,8 +50,9 @@ def test_prompt_refuses_what_is_no_text(text: str, answer: str) -> None:
 
 
 def test_task_is_the_same_in_any_order_and_with_duplicates() -> None:
-    task = build_task("t", PROMPTS, 0.3, ExactVerifier("whole"))
-    other = build_task("t", [*reversed(PROMPTS), *PROMPTS[:7]], 0.3, ExactVerifier("whole"))
+    prompts = [*PROMPTS, *(Prompt(prompt.text, "another answer") for prompt in PROMPTS[:20])]
+    task = build_task("t", prompts, 0.3, ExactVerifier("whole"))
+    other = build_task("t", [*reversed(prompts), *PROMPTS[:7]], 0.3, ExactVerifier("whole"))
     assert (task.train, task.held_out, task.digest) == (other.train, other.held_out, other.digest)
     assert len(task.train) + len(task.held_out) == len(PROMPTS)
 

@@ -99,6 +99,7 @@ def test_extract_last_number(completion: str, answer: str | None) -> None:
         (r"so \boxed{42}", "42"),
         (r"\boxed{1} then \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\{} and {", r"\{"),
         (r"\boxed{a\\}", r"a\\"),
         (r"\boxed{}", ""),
         (r"\boxed{\boxed{3}}", "3"),

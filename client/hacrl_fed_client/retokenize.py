@@ -6,6 +6,7 @@ flagged special (such as <think>) in force, so peer text is encoded by a copy of
 
 import hashlib
 import json
+import secrets
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -107,9 +108,11 @@ def _without_added_tokens(state: dict[str, Any], hidden: set[str]) -> Tokenizer:
     """
     model = state["model"]
 
+    # A name that no peer can know, else its text could spell the entry.
+    unguessable = secrets.token_hex()
+
     def rename(entry: str) -> str:
-        # No text holds NUL: admission refuses control characters.
-        return f"\0{entry}" if entry in hidden else entry
+        return unguessable + entry if entry in hidden else entry
 
     if isinstance(model["vocab"], dict):
         model["vocab"] = {rename(entry): token_id for entry, token_id in model["vocab"].items()}

@@ -287,7 +287,7 @@ class Session:
                     self._tls,
                     self._caller,
                     chunk_bytes=self._limits.chunk_bytes,
-                    timeout_s=_PROBE_S,
+                    timeout_s=min(_PROBE_S, self._connect_s),
                     insecure_allow_remote=self._allow_remote,
                 )
             return self._channel

@@ -24,23 +24,31 @@ class Stage:
     config: dict[str, int | str]
 
 
-def stages(run: RunConfig) -> Iterator[Stage]:
-    """The run's stages in order."""
-    if run.evaluation.prompts:
+def stages(run: RunConfig, resumed_at: int | None = None) -> Iterator[Stage]:
+    """The run's stages in order; of a run that is resumed, from the block of its open step ``resumed_at`` on.
+
+    Orders of earlier stages would never be answered by a site that is still in that block and waits there for the
+    rollouts of another, which would be led no further before. Every site makes up by itself for what it lacks.
+    """
+    if run.evaluation.prompts and resumed_at is None:
         yield Stage("evaluate", {"when": "before"})
     for start in range(0, run.steps, run.block_steps):
-        yield Stage("train.block", {"until_step": min(start + run.block_steps, run.steps)})
+        until_step = min(start + run.block_steps, run.steps)
+        if resumed_at is None or until_step > resumed_at or until_step == run.steps:
+            yield Stage("train.block", {"until_step": until_step})
     if run.evaluation.prompts:
         yield Stage("evaluate", {"when": "after"})
 
 
-def build_server_app(run: RunConfig) -> ServerApp:
-    """The ServerApp of a run. Its settings come by closure: Flower's simulation engine passes none."""
+def build_server_app(run: RunConfig, resumed_at: int | None = None) -> ServerApp:
+    """The ServerApp of a run, or of one that is resumed at an open step. Its settings come by closure: Flower's simulation
+    engine passes none.
+    """
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        for stage in stages(run):
+        for stage in stages(run, resumed_at):
             run_stage(grid, stage, run)
 
     return app

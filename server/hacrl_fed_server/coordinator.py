@@ -79,6 +79,7 @@ class _Coordinator:
         started = ledger.meta("genesis") is not None
         barrier = StepBarrier(roster.names, run.min_agents, run.deadlines, time.monotonic(), started)
         self._exchange = Exchange(run, roster, key, ledger, barrier)
+        self._resumed_at = self._exchange.open_step if started else None
         self._sessions = Sessions(run, roster, payload, ledger, barrier, self._exchange.changed)
         self._run_config = envelope.sign(key, envelope.RUN_CONFIG_TYPE, payload)
         self._stop = threading.Event()
@@ -96,7 +97,7 @@ class _Coordinator:
             ticker = pool.submit(self._tick, address, live)
             try:
                 grid = CoordinatorGrid(self._roster, self._sessions, lambda: _raise_failure(ticker))
-                build_server_app(self._run)(grid, _context(grid))
+                build_server_app(self._run, self._resumed_at)(grid, _context(grid))
                 self._sessions.finish("the run is complete")
                 self._await_farewell()
             finally:

@@ -1,0 +1,110 @@
+"""From a step's rollouts to training rollouts, against the pure functions of the algorithm."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from federation import TASK, rollout
+from hacrl_fed_client.admission import AdmittedRollout
+from hacrl_fed_client.learning import training_rollouts
+
+from hacrl_fed.algorithms.baselines import gspo_advantages, naive_advantages
+from hacrl_fed.algorithms.hacpo import CapabilityTracker, HacpoConfig, capability_ratio, joint_advantages
+from hacrl_fed.config import AlgorithmConfig
+
+P, Q = TASK.train[:2]
+PROMPT_IDS = {P.id: (1, 2), Q.id: (3,)}
+REWARDS = [("a", P, 1.0), ("b", P, 0.0), ("a", Q, 0.0), ("a", P, 0.0), ("b", Q, 1.0), ("b", Q, 1.0), ("b", P, 1.0)]
+
+
+def admitted(rows: Sequence[tuple[str, object, float]] = REWARDS) -> list[AdmittedRollout]:
+    return [
+        AdmittedRollout(
+            source,
+            rollout(prompt, index, reward=reward, logp_sum=-float(index + 1), token_count=2),  # type: ignore[arg-type]
+            tuple(range(index + 1)),
+        )
+        for index, (source, prompt, reward) in enumerate(rows)
+    ]
+
+
+def test_hacpo_gives_the_advantages_and_ratios_of_the_pure_functions() -> None:
+    tracker, reference = CapabilityTracker(window=5), CapabilityTracker(window=5)
+    for history in (tracker, reference):
+        history.update({"a": 0.9, "b": 0.3})
+    trained, metrics = training_rollouts(admitted(), PROMPT_IDS, "a", tracker, AlgorithmConfig())
+    reference.update({"a": 1 / 3, "b": 3 / 4})
+    capabilities = reference.capabilities()
+    expected, _ = joint_advantages(
+        [reward for *_, reward in REWARDS],
+        [0, 0, 1, 0, 1, 1, 0],
+        [source for source, *_ in REWARDS],
+        "a",
+        capabilities,
+        HacpoConfig(),
+    )
+    torch.testing.assert_close(torch.tensor([one.advantage for one in trained], dtype=torch.float64), expected)
+    ratio = capability_ratio(capabilities["b"], capabilities["a"])
+    assert [one.omega for one in trained] == pytest.approx([1.0 if s == "a" else ratio for s, *_ in REWARDS])
+    assert tracker.capabilities() == pytest.approx(capabilities)
+    assert metrics["capability/b"] == pytest.approx(capabilities["b"])
+    assert metrics["capability_ratio/b"] == pytest.approx(ratio)
+    assert metrics["capability_ratio/a"] == 1.0
+
+
+def test_rollouts_keep_their_order_and_content() -> None:
+    rows = admitted()
+    trained, _ = training_rollouts(rows, PROMPT_IDS, "a", CapabilityTracker(), AlgorithmConfig())
+    for one, row in zip(trained, rows, strict=True):
+        assert (one.source, one.prompt_key) == (row.source, row.rollout.prompt_id)
+        assert one.prompt_ids == PROMPT_IDS[row.rollout.prompt_id]
+        assert one.completion_ids == row.completion_ids
+        # In the source's tokens, not in the learner's.
+        assert one.source_mean_logp == row.rollout.logp_sum / 2
+
+
+@pytest.mark.parametrize(("method", "function"), [("naive", naive_advantages), ("gspo", gspo_advantages)])
+def test_each_method_has_its_own_advantages(method: str, function: object) -> None:
+    rows = admitted() if method == "naive" else [row for row in admitted() if row.source == "a"]
+    algorithm = AlgorithmConfig.model_validate({"method": method})
+    trained, _ = training_rollouts(rows, PROMPT_IDS, "a", CapabilityTracker(), algorithm)
+    expected, _ = function(  # type: ignore[operator]
+        [row.rollout.reward for row in rows],
+        [0 if row.rollout.prompt_id == P.id else 1 for row in rows],
+        [row.source for row in rows],
+        "a",
+        {"a": 1.0, "b": 1.0},
+        HacpoConfig(),
+    )
+    torch.testing.assert_close(torch.tensor([one.advantage for one in trained], dtype=torch.float64), expected)
+
+
+def test_an_absent_agent_keeps_its_history_and_is_not_in_the_metrics() -> None:
+    tracker = CapabilityTracker()
+    training_rollouts(admitted(), PROMPT_IDS, "a", tracker, AlgorithmConfig())
+    before = tracker.capabilities()["b"]
+    own = [row for row in admitted() if row.source == "a"]
+    _, metrics = training_rollouts(own, PROMPT_IDS, "a", tracker, AlgorithmConfig())
+    assert tracker.capabilities()["b"] == before
+    assert "capability/b" not in metrics
+    assert metrics["cross_rollouts"] == 0
+
+
+def test_a_learner_without_a_history_counts_as_the_mean_of_the_others() -> None:
+    peers = [row for row in admitted() if row.source == "b"]
+    tracker = CapabilityTracker()
+    trained, metrics = training_rollouts(peers, PROMPT_IDS, "a", tracker, AlgorithmConfig())
+    assert {one.omega for one in trained} == {1.0}
+    assert (metrics["own_rollouts"], metrics["cross_rollouts"]) == (0, 4)
+    assert "reward_mean" not in metrics
+    assert "a" not in tracker.capabilities()  # and nothing of it is remembered
+
+
+def test_metrics_of_rewards_and_groups() -> None:
+    _, metrics = training_rollouts(admitted(), PROMPT_IDS, "a", CapabilityTracker(), AlgorithmConfig())
+    assert (metrics["own_rollouts"], metrics["cross_rollouts"]) == (3, 4)
+    assert metrics["reward_mean"] == pytest.approx(1 / 3)
+    assert metrics["reward_std"] == pytest.approx((2 / 9) ** 0.5)
+    assert metrics["completion_tokens_mean"] == pytest.approx((1 + 3 + 4) / 3)
+    assert metrics["zero_variance_groups/own"] == 0.5  # of P and Q, Q has one own rollout
+    assert metrics["zero_variance_groups/joint"] == 0.0
