@@ -11,10 +11,12 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.text import Text
 
 from hacrl_fed.errors import HacrlFedError, InterruptedRunError, UserError
 from hacrl_fed.protocol.transport import ClientTls, ServerTls
+from hacrl_fed.status import printable
 
 app = typer.Typer(
     name="hacrl-fed",
@@ -142,8 +144,10 @@ def client(
         raise UserError("give --ca FILE for TLS, or --insecure for plain text on this machine, and not both")
     with _interruptible(f"the same command with --run-dir {run_dir} resumes"):
         site_config = load(SiteConfig, config, set_)
+        console = Console()
         # Takes seconds, in which Ctrl-C must work too.
-        from hacrl_fed_client.run import run_client
+        with console.status(f"{agent}: loading the training stack"):
+            from hacrl_fed_client.run import run_client
 
         run_client(
             address=server,
@@ -156,7 +160,7 @@ def client(
             allow_remote=insecure_allow_remote,
             site_config=site_config,
             base_dir=config.parent if config else Path(),
-            console=Console(),
+            console=console,
         )
 
 
@@ -194,8 +198,9 @@ def demo_model(
 
     if out.exists():
         raise UserError(f"{out} exists already and is not overwritten: name another folder, or move it away")
-    with _interruptible():
+    with _interruptible(), Console().status(f"warm-starting model {name}, about 20 s"):
         make_demo_model(name, seed, out)
+    print(f"model {name} is in {out}")
 
 
 RunFolderArgument = Annotated[Path, typer.Argument(help="Run folder of a client, of a server or of simulate.")]
@@ -230,7 +235,9 @@ def evaluate(
     config: SiteFile = None,
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts to take at most.")] = 200,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 1024,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Where completions are cut.")] = 4096,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Where completions are cut: 4096, or what the model's context leaves.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled completions.")] = 0,
     set_: Overrides = None,
 ) -> None:
@@ -322,7 +329,11 @@ def doctor(
 
 def main() -> None:
     """Runs a command; an error of ours is one sentence and its exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    # Asks for sys.stderr at each line, so that what moves at the bottom of a terminal is not written over.
+    handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    # Its retries of a hub that cannot be reached say nothing that the error after them does not.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         app()
     except HacrlFedError as error:
@@ -336,7 +347,8 @@ def main() -> None:
 
 
 def _fail(error: HacrlFedError) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
+    kind = "" if isinstance(error, InterruptedRunError) else "error: "
+    Console(stderr=True, soft_wrap=True).print(Text.assemble((kind, "bold red"), printable(str(error))))
     sys.exit(error.exit_code)
 
 

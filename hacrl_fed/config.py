@@ -59,7 +59,7 @@ class Deadlines(StrictModel):
 class WireLimits(StrictModel):
     """What a chunk and a step may weigh; more is refused, by name. Sizes hold after decompression."""
 
-    chunk_bytes: int = Field(1 << 20, ge=1024)
+    chunk_bytes: int = Field(1 << 20, ge=1024, le=1 << 30)
     text_bytes: int = Field(1 << 16, ge=1)
     rollouts_per_step: int = Field(1 << 17, ge=1)
     chunks_per_step: int = Field(1 << 14, ge=1)
@@ -97,7 +97,7 @@ class RunConfig(StrictModel):
 
     task: TaskRef
     steps: int = Field(ge=1)
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=1 << 32)
     prompts_per_step: int = Field(128, ge=1)
     group_size: int = Field(8, ge=2)
     max_prompt_tokens: int = Field(1024, ge=1)
@@ -108,6 +108,20 @@ class RunConfig(StrictModel):
     block_steps: int = Field(10, ge=1)
     deadlines: Deadlines = Deadlines()
     limits: WireLimits = WireLimits()
+
+    @property
+    def rollouts_per_agent(self) -> int:
+        """Rollouts of a step that an agent may publish."""
+        return min(self.limits.rollouts_per_step, self.prompts_per_step * self.group_size)
+
+    @property
+    def chunks_per_agent(self) -> int:
+        """Chunks of a step that an agent may publish: each holds a group at least, but for a last one without any."""
+        return min(self.limits.chunks_per_step, self.prompts_per_step + 1)
+
+    def message_bytes(self, agents: int) -> int:
+        """The largest payload of a message: a chunk's body, or a manifest that lists every chunk of every agent."""
+        return max(self.limits.chunk_bytes, agents * (200 + 70 * self.chunks_per_agent))
 
     @field_validator("task", mode="before")
     @classmethod
@@ -263,6 +277,8 @@ def parse(kind: type[C], data: object, source: str) -> C:
 
 def merged_algorithm(run: RunConfig, site: SiteConfig) -> AlgorithmConfig:
     """The run's algorithm with the site's overrides, which win. Raises UserError for an unknown or bad key."""
+    if "method" in site.algorithm:
+        raise UserError("algorithm.method is the run's to choose: leave it out of the site's configuration")
     data = run.algorithm.model_dump(mode="json")
     for key, value in site.algorithm.items():
         data[key] = {**data[key], **value} if isinstance(value, dict) and isinstance(data.get(key), dict) else value

@@ -8,6 +8,8 @@ from enum import Enum
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _U32 = 2**32
+# A uniform choice among a million tokens has -14 nats; what is far below cannot be, and would overflow a float32.
+_LEAST_MEAN_LOGP = -1000.0
 
 
 def check_name(field_name: str, value: str) -> None:
@@ -72,6 +74,8 @@ class Rollout:
             raise ValueError(f"reward must be finite, not {self.reward}")
         if not math.isfinite(self.logp_sum) or self.logp_sum > 0:
             raise ValueError(f"logp_sum must be finite and at most 0, not {self.logp_sum}")
+        if self.logp_sum < _LEAST_MEAN_LOGP * self.token_count:
+            raise ValueError(f"logp_sum must be at least {_LEAST_MEAN_LOGP} nats a token, not {self.logp_sum}")
         if self.token_ids and len(self.token_ids) != self.token_count:
             raise ValueError(
                 f"token_ids must be {self.token_count} long, as token_count says, not {len(self.token_ids)}"
@@ -191,6 +195,9 @@ class Manifest:
         by_agent = {entry.agent: entry for entry in self.entries}
         if len(by_agent) != len(self.entries):
             raise ValueError("entries must name each agent once")
+        chunks = [digest for entry in self.entries for digest in entry.chunks]
+        if len(set(chunks)) != len(chunks):
+            raise ValueError("entries must list each chunk once")
         object.__setattr__(self, "by_agent", by_agent)
 
 

@@ -1,7 +1,9 @@
 """Finds what a run folder holds: of a client, of a server, or of a simulation with one run for each method."""
 
+import fcntl
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,27 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [_object(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes the folder where it is missing, and keeps other processes from running in it.
+
+    Raises UserError where one does already, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a")
+    except OSError as error:
+        raise UserError(f"the run folder {folder} cannot be used: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                f"another process runs in {folder}: choose another --run-dir, or end that process"
+            ) from None
+        yield
 
 
 def keep_json_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:

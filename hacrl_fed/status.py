@@ -13,6 +13,11 @@ from rich.text import Text
 FILE_NAME = "status.json"
 
 
+def printable(text: str) -> str:
+    """Text from elsewhere without what a terminal would obey."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
 @dataclass(frozen=True, slots=True)
 class AgentStatus:
     """One agent: whether its session lives, what it is doing, and the mean reward of its newest step."""
@@ -61,12 +66,11 @@ def render(status: RunStatus) -> RenderableType:
         reward = "" if agent.reward is None else f"reward {agent.reward:.2f}"
         state = agent.phase if agent.present else "away"
         style = "yellow" if name in status.awaited else "green" if agent.present else "red"
-        table.add_row(f"  {name}", Text(state, style=style), f"step {agent.step}", reward)
+        table.add_row(f"  {name}", reward, Text(state, style=style))
     head = Table.grid(padding=(0, 2))
     head.add_row(
         Text(f"{status.run} · {status.method}", style="bold"),
-        f"step {min(status.step, status.steps)}/{status.steps}",
+        f"step {min(status.step + 1, status.steps)}/{status.steps}",
         ProgressBar(total=status.steps, completed=min(status.step, status.steps), width=30),
-        Text(status.text, style="dim"),
     )
-    return Group(head, table)
+    return Group(head, Text(f"  {status.text}", style="dim"), table)

@@ -199,11 +199,11 @@ class Admission:
         agent = header.agent
         as_text = []
         for rollout in rollouts:
-            if agent == self._learner:
-                # Signed by an earlier process of this site, whose own ids need no second look.
-                yield AdmittedRollout(agent, rollout, rollout.token_ids)
-            elif header.tokenizer_digest == self._tokenizer_digest and rollout.token_ids:
-                if self._retokenizer.reads_as(rollout.token_ids, rollout.text, rollout.finish_reason):
+            if header.tokenizer_digest == self._tokenizer_digest and rollout.token_ids:
+                # Its own ids may be of special tokens too: an earlier process of this site sampled them.
+                if agent == self._learner or self._retokenizer.reads_as(
+                    rollout.token_ids, rollout.text, rollout.finish_reason
+                ):
                     yield AdmittedRollout(agent, rollout, rollout.token_ids)
                 else:
                     self.refused[agent, "tokens"] += 1

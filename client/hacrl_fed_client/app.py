@@ -16,7 +16,7 @@ def build_client_app(site: Site) -> ClientApp:
 
     @app.train("block")
     def train_block(message: Message, context: Context) -> Message:
-        until_step = message.content.config_records[flower.CONFIG]["until_step"]
+        until_step = message.content.config_records[flower.CONFIG].get("until_step")
         if not isinstance(until_step, int):
             raise HacrlFedError(
                 f"the coordinator's order is not valid: until_step must be an integer, not {until_step!r}"
@@ -25,7 +25,7 @@ def build_client_app(site: Site) -> ClientApp:
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        when = message.content.config_records[flower.CONFIG]["when"]
+        when = message.content.config_records[flower.CONFIG].get("when")
         if when not in ("before", "after"):
             raise HacrlFedError(f"the coordinator's order is not valid: when must be 'before' or 'after', not {when!r}")
         return _reply(message, site.evaluate(str(when)))

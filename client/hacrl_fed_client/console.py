@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text
 
+from hacrl_fed.algorithms.config import HacpoConfig
+from hacrl_fed.status import printable
 from hacrl_fed.v1 import session_pb2
 
 _REMEDY_EVERY = 10
@@ -20,6 +22,7 @@ class SiteConsole:
         self._spinner = console.status(Text(f"{agent}: starting"))
         self._doing = "starting"
         self._run_text = ""
+        self._steps = 0
         self._next_remedy = 0
 
     @contextmanager
@@ -28,18 +31,22 @@ class SiteConsole:
         with self._spinner:
             yield
 
+    def joined(self, steps: int) -> None:
+        """Takes the run's number of steps."""
+        self._steps = steps
+
     def tell(self, sentence: str) -> None:
         """Prints a sentence."""
-        self._console.print(Text(f"{self._agent}: {sentence}"))
+        self._console.print(Text(f"{self._agent}: {printable(sentence)}"))
 
     def doing(self, step: int, phase: str) -> None:
         """Sets what the site is doing."""
-        self._doing = f"step {step}: {phase}"
+        self._doing = f"step {min(step + 1, self._steps)}/{self._steps}: {phase}" if self._steps else phase
         self._show()
 
     def status(self, status: session_pb2.Status) -> None:
         """Sets what the run is doing."""
-        self._run_text = status.text
+        self._run_text = printable(status.text)
         self._show()
 
     def evaluated(self, when: str, accuracies: dict[str, float]) -> None:
@@ -47,22 +54,27 @@ class SiteConsole:
         text = ", ".join(f"{mode} {accuracy:.3f}" for mode, accuracy in accuracies.items()) or "no held-out prompts"
         self.tell(f"held-out accuracy {when} training: {text}")
 
-    def stepped(self, step: int, steps: int, metrics: dict[str, float]) -> None:
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
         """Prints a step that is done."""
         reward = f"reward {metrics['reward_mean']:.3f}, " if "reward_mean" in metrics else ""
         self.tell(
-            f"step {step + 1}/{steps}: {reward}{metrics.get('own_rollouts', 0):.0f} own and "
+            f"step {step + 1}/{self._steps}: {reward}{metrics.get('own_rollouts', 0):.0f} own and "
             f"{metrics.get('cross_rollouts', 0):.0f} cross rollouts, {metrics.get('updates_made', 0):.0f} updates, "
             f"{metrics.get('rollout_s', 0) + metrics.get('update_s', 0):.1f} s"
         )
 
-    def few_live(self, step: int, share: float) -> None:
+    def few_live(self, step: int, share: float, config: HacpoConfig) -> None:
         """Warns, with the remedy, now and then."""
+        remedy = "set algorithm.hacpo.cross_band to signed and alpha to 0, or lower cross_clip_low"
+        if config.cross_band == "signed":
+            remedy = (
+                f"lower algorithm.hacpo.positive_floor ({config.positive_floor}), or look at what the others answer"
+            )
         if step >= self._next_remedy:
             self._next_remedy = step + _REMEDY_EVERY
             self.tell(
                 f"warning: only {share:.0%} of the others' correct rollouts carry gradient: their ratios lie outside the "
-                "band; set algorithm.hacpo.cross_band to signed and alpha to 0, or lower cross_clip_low"
+                f"band; {remedy}"
             )
 
     def _show(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -56,8 +57,12 @@ def make_demo_model(name: DemoName, seed: int, out: Path) -> None:
         torch.manual_seed(seed)
         model = _model(name, tokenizer)
         _warm_start(model, _batches(tokenizer, _KNOWN_MAPS[name], random.Random(seed)))
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    # Beside and renamed, so that a folder that is there is whole.
+    beside = out.with_name(out.name + ".new")
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(beside)
+    tokenizer.save_pretrained(beside)
+    beside.replace(out)
 
 
 @contextmanager

@@ -27,6 +27,9 @@ class Egress:
         earlier = keep_json_lines(folder / FILE_NAME, lambda line: True)
         self._file = (folder / FILE_NAME).open("a", encoding="utf-8", buffering=1)
         self.sent_bytes = sum(line["bytes"] for line in earlier)
+        for line in earlier:
+            if line["step"] is not None:
+                self._by_step[line["step"]] += line["bytes"]
         self.received_bytes = 0
 
     def sent(self, method: str, size: int, step: int | None = None) -> None:

@@ -22,6 +22,7 @@ from hacrl_fed_client.policy import Policy
 from hacrl_fed_client.retokenize import Retokenizer
 
 MODES = ("greedy", "sampled")
+_MAX_NEW_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def run_evaluation(
     base_dir: Path,
     prompts: int,
     max_prompt_tokens: int,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     seed: int,
     console: Console,
 ) -> dict[str, Accuracy]:
@@ -98,6 +99,9 @@ def run_evaluation(
         raise UserError(
             f"the task {task_id} has no held-out prompt of at most {max_prompt_tokens} tokens to evaluate on"
         )
+    if max_new_tokens is None:
+        longest = max(len(prompt_ids[prompt.id]) for prompt in fitting)
+        max_new_tokens = min(_MAX_NEW_TOKENS, max(1, (policy.context_length or _MAX_NEW_TOKENS + longest) - longest))
     accuracies = {}
     with (
         VerifierPool(task.verifier, site_config.verifier_timeout_s, WORKERS) as verifiers,

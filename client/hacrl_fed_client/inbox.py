@@ -3,9 +3,10 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from hacrl_fed import PROTOCOL_VERSION
 from hacrl_fed.errors import HacrlFedError
 from hacrl_fed.protocol import convert, digests, envelope
 from hacrl_fed.protocol.roster import Roster
@@ -100,7 +101,6 @@ class Inbox:
         with self._changed:
             self._closed.pop(step, None)
             self._chunks.pop(step, None)
-        self._admission.forget(step)
 
     def _take_chunk(self, message: exchange_pb2.Chunk) -> None:
         step, digest = self._reading.step, digests.payload_digest(message.header)
@@ -130,9 +130,24 @@ class Inbox:
                 f"the coordinator's manifest of step {step} does not follow the one that this site has of the step before: "
                 "it tells sites different things, or its run folder was replaced"
             )
+        if manifest.protocol_version != PROTOCOL_VERSION:
+            raise HacrlFedError(f"the coordinator's manifest of step {step} is of protocol {manifest.protocol_version}")
         digest = digests.sha256_hex(payload)
+        self._admission.forget(step)
         self._reading = self._expect(step + 1, digest)
         self._seen.clear()
         with self._changed:
-            self._closed[step] = ClosedStep(manifest, digest, self._chunks.pop(step, {}))
+            chunks = self._chunks.pop(step, {})
+            _check_listed(manifest, chunks)
+            self._closed[step] = ClosedStep(manifest, digest, chunks)
             self._changed.notify_all()
+
+
+def _check_listed(manifest: Manifest, chunks: Mapping[str, AdmittedChunk]) -> None:
+    for entry in manifest.entries:
+        for digest in entry.chunks:
+            header = chunks[digest].header if digest in chunks else None
+            if header and (header.agent, header.incarnation) != (entry.agent, entry.incarnation):
+                raise HacrlFedError(
+                    f"the coordinator's manifest of step {manifest.step} lists a chunk of {header.agent} under {entry.agent}"
+                )

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, cast
 
+import jinja2
 import torch
 from safetensors import SafetensorError
 from transformers import (
@@ -51,11 +52,12 @@ def load_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def take_eos_ids(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
-    """Ids that end a completion: the end of turn, which is the tokenizer's own, then the others, ascending.
+    """Ids that end a completion: the end of turn, then the others, ascending.
 
     They are the union of those of the tokenizer, of the model's configuration and of its generation configuration. The
-    latter is then replaced by one that holds nothing else: its sampling settings must never reach a rollout. Raises
-    UserError where there is none.
+    end of turn is the one of them that the chat template puts after an assistant's answer, else the tokenizer's own. The
+    generation configuration is then replaced by one that holds nothing else: its sampling settings must never reach a
+    rollout. Raises UserError where there is none.
     """
     generation_config = model.generation_config
     candidates = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
@@ -70,8 +72,32 @@ def take_eos_ids(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
             f"the model {name} names no end-of-sequence token: set eos_token in its tokenizer_config.json "
             "or eos_token_id in its generation_config.json"
         )
-    model.generation_config = GenerationConfig(eos_token_id=ids, pad_token_id=ids[0])
-    return (ids[0], *sorted(ids[1:]))
+    end_of_turn = _end_of_turn(tokenizer, ids)
+    model.generation_config = GenerationConfig(eos_token_id=ids, pad_token_id=end_of_turn)
+    return (end_of_turn, *sorted(token_id for token_id in ids if token_id != end_of_turn))
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerFast, chat: list[dict[str, str]], add_generation_prompt: bool
+) -> list[int]:
+    """Ids of a conversation by the tokenizer's chat template. Raises UserError where the template refuses it."""
+    try:
+        return list(tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, return_dict=False))
+    except jinja2.TemplateError as error:
+        raise UserError(f"the chat template of {tokenizer.name_or_path} fails: {_one_line(error)}") from error
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerFast, eos_ids: list[int]) -> int:
+    if tokenizer.chat_template is not None:
+        question = {"role": "user", "content": "x"}
+        asked = render_chat(tokenizer, [question], add_generation_prompt=False)
+        answered = render_chat(
+            tokenizer, [question, {"role": "assistant", "content": "x"}], add_generation_prompt=False
+        )
+        for token_id in answered[len(asked) :]:
+            if token_id in eos_ids:
+                return token_id
+    return eos_ids[0]
 
 
 def _check_exists(name: str) -> None:
@@ -79,9 +105,12 @@ def _check_exists(name: str) -> None:
     if path.is_file():
         raise UserError(f"{name} is a file: name the model's folder")
     # A hub id is "name" or "owner/name"; whatever else is missing can only have been meant as a path.
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    meant_as_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.is_dir())
+    if not path.exists() and meant_as_path:
         raise UserError(f"there is no model folder {name}")
-    if path.is_dir() and not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+    if path.is_dir() and (path / "adapter_config.json").is_file():
+        raise UserError(f"{name} holds an adapter only: merge it into its model first (merge_and_unload of peft)")
+    if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"{name} is no model folder: it holds no config.json")
 
 

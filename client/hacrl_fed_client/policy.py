@@ -17,8 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from hacrl_fed.config import Lora, SiteConfig
 from hacrl_fed.errors import HacrlFedError, UserError
 from hacrl_fed_client.batching import micro_batches
-from hacrl_fed_client.loading import load_model, load_tokenizer, take_eos_ids
+from hacrl_fed_client.loading import load_model, load_tokenizer, render_chat, take_eos_ids
 from hacrl_fed_client.retokenize import tokenizer_digest
+
+NOT_FINITE = (
+    "the model gives log-probs that are not finite: its weights are damaged, or training has diverged; go back to an earlier "
+    "checkpoint or model with a lower optimizer.lr"
+)
 
 # Prompt ids and completion ids of a sequence to score; neither may be empty.
 PromptAndCompletion = tuple[Sequence[int], Sequence[int]]
@@ -97,13 +102,15 @@ class Policy:
         Raises UserError for a prompt without any token.
         """
         if self.tokenizer.chat_template is not None:
-            chat = [{"role": "user", "content": text}]
-            ids = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            ids = render_chat(self.tokenizer, [{"role": "user", "content": text}], add_generation_prompt=True)
         else:
-            ids = self.tokenizer.encode(text)
+            ids = list(self.tokenizer.encode(text))
+            # Some tokenizers end every text; a completion would then follow the end.
+            while ids and ids[-1] in self.eos_ids:
+                ids.pop()
         if not ids:
             raise UserError(f"the prompt {text!r} has no token in the tokenizer of {self.name}: give it some text")
-        return list(ids)
+        return ids
 
     def token_logps(
         self, sequences: Sequence[PromptAndCompletion], *, gradient: bool = False, reference: bool = False

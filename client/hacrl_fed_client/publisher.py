@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from hacrl_fed import PROTOCOL_VERSION
-from hacrl_fed.errors import HacrlFedError
 from hacrl_fed.protocol import convert, digests, envelope
 from hacrl_fed.records import ChunkHeader, SamplingParameters
 from hacrl_fed.v1 import exchange_pb2
@@ -76,17 +75,12 @@ class Publisher:
         size = 0
         for group in groups:
             weight = len(convert.rollouts_to_body([admitted.rollout for admitted in group]))
-            if weight > self._chunk_bytes:
-                raise HacrlFedError(
-                    f"a group of {len(group)} rollouts weighs {weight} bytes, more than limits.chunk_bytes ="
-                    f" {self._chunk_bytes}: raise it in run.yaml, or lower max_new_tokens or group_size"
-                )
             if size + weight > self._chunk_bytes:
                 batches.append([])
                 size = 0
             batches[-1].extend(group)
             size += weight
-        return [tuple(batch) for batch in batches]
+        return [tuple(batch) for batch in batches if batch] or [()]
 
     def _send_all(self) -> None:
         while not self._session.is_closed:

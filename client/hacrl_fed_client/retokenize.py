@@ -30,12 +30,19 @@ class Retokenizer:
         self._plain = _without_added_tokens(state, hidden)
 
     def encode(self, texts: Sequence[str], finished: Sequence[bool]) -> list[list[int]]:
-        """Ids of each text as ordinary text, with the end of turn appended where its source finished."""
-        encodings = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [
-            [*encoding.ids, self._end_of_turn] if done else list(encoding.ids)
-            for encoding, done in zip(encodings, finished, strict=True)
-        ]
+        """Ids of each text as ordinary text, with the end of turn appended where its source finished.
+
+        A text that the tokenizer cannot express, for want of an unknown token, has no ids at all.
+        """
+        try:
+            encoded = [
+                encoding.ids for encoding in self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+            ]
+        except Exception:  # noqa: BLE001  # the library raises no other class
+            if len(texts) == 1:
+                return [[]]
+            return [ids for text, done in zip(texts, finished, strict=True) for ids in self.encode([text], [done])]
+        return [[*ids, self._end_of_turn] if done else list(ids) for ids, done in zip(encoded, finished, strict=True)]
 
     def reads_as(self, token_ids: Sequence[int], text: str, finish_reason: FinishReason) -> bool:
         """Whether a peer's ids, of the same tokenizer, are ordinary ones that decode to its text and end as it says."""

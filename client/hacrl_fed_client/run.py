@@ -2,9 +2,12 @@
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import transformers
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Context, RecordDict
@@ -18,7 +21,7 @@ from hacrl_fed.protocol import digests, flower, keys, transport
 from hacrl_fed.protocol import roster as rosters
 from hacrl_fed.protocol.roster import Roster
 from hacrl_fed.records import SamplingParameters
-from hacrl_fed.run_folder import keep_json_lines
+from hacrl_fed.run_folder import keep_json_lines, locked, read_json
 from hacrl_fed.tasks.base import Task
 from hacrl_fed.tasks.registry import load_task
 from hacrl_fed.tasks.schedule import step_prompts
@@ -77,55 +80,54 @@ def run_client(
         raise UserError(
             f"{key_file} is not the key of agent {agent} in {roster_file}: give the one that the roster lists"
         )
+    server_address = transport.parse_address(address)
     load_tokenizer(model)
-    run_dir.mkdir(parents=True, exist_ok=True)
     shown = SiteConsole(console, agent)
-    egress = Egress(run_dir, site_config.limits.egress_bytes_per_step)
-    session = Session(
-        transport.parse_address(address),
-        tls,
-        allow_remote,
-        key,
-        roster,
-        agent,
-        site_config.connect_s,
-        egress,
-        shown.tell,
-    )
-    with shown.running():
-        try:
-            run, payload = session.get_run()
-            algorithm = merged_algorithm(run, site_config)
-            task = load_task(run.task.id, site_config.tasks, base_dir)
-            if run.task.digest not in (None, task.digest):
-                raise UserError(
-                    f"task {task.id} differs: this site's digest is {task.digest}, and the run's {run.task.digest}; "
-                    "all sites need the same prompts, answers and verifier under this id"
-                )
-            genesis = digests.genesis_digest(roster.digest, payload, task.digest)
-            _write_config(run_dir, agent, model, run, site_config)
-            policy = Policy.load(model, site_config, run.seed, with_reference=algorithm.kl_coef > 0)
-            joining = _Joining(run, algorithm, task, genesis, session.join(task.digest))
-            with VerifierPool(task.verifier, site_config.verifier_timeout_s, WORKERS) as verifiers:
-                site = _build_site(
-                    joining, policy, verifiers, session, egress, key, roster, agent, site_config, run_dir, shown
-                )
-                session.attend(shown.status)
-                _follow_orders(session, site, roster, agent)
-                site.finish()
-            _write_summary(run_dir, joining, site, egress, policy, agent, time.monotonic() - started)
-            shown.tell(f"the run is complete; the model is in {run_dir / 'model'}")
-        finally:
-            session.close()
-            egress.close()
+    with locked(run_dir), shown.running():
+        if (run_dir / "summary.json").exists():
+            shown.tell(f"this run is complete already; the model is in {run_dir / 'model'}")
+            return
+        with closing(Egress(run_dir, site_config.limits.egress_bytes_per_step)) as egress:
+            session = Session(
+                server_address, tls, allow_remote, key, roster, agent, site_config.connect_s, egress, shown.tell
+            )
+            with closing(session):
+                run, payload = session.get_run()
+                shown.joined(run.steps)
+                algorithm = merged_algorithm(run, site_config)
+                task = load_task(run.task.id, site_config.tasks, base_dir)
+                genesis = digests.genesis_digest(roster.digest, payload, task.digest)
+                _keep_config(run_dir, agent, model, genesis, run, site_config)
+                shown.doing(0, "loading the model")
+                policy = Policy.load(model, site_config, run.seed, with_reference=algorithm.kl_coef > 0)
+                saved = checkpoint.latest(run_dir / "checkpoints")
+                next_step = saved.step if saved else 0
+                shares = METHODS[algorithm.method].shares
+                joined = session.join(task.digest, next_step if shares else 0)
+                joining = _Joining(run, algorithm, task, genesis, joined)
+                # The session ends before the verifiers do: its reading thread uses them.
+                with (
+                    VerifierPool(task.verifier, site_config.verifier_timeout_s, WORKERS) as verifiers,
+                    closing(session),
+                ):
+                    site = _build_site(
+                        joining, saved, policy, verifiers, session, key, roster, agent, site_config, run_dir, shown
+                    )
+                    site.check_prompts()
+                    session.attend(shown.status)
+                    with _told_apart():
+                        _follow_orders(session, site, roster, agent)
+                    site.finish()
+                _write_summary(run_dir, joining, site, egress, policy, agent, time.monotonic() - started)
+    shown.tell(f"the run is complete; the model is in {run_dir / 'model'}, and hacrl-fed report {run_dir} tells more")
 
 
 def _build_site(
     joining: _Joining,
+    saved: checkpoint.Checkpoint | None,
     policy: Policy,
     verifiers: VerifierPool,
     session: Session,
-    egress: Egress,
     key: Ed25519PrivateKey,
     roster: Roster,
     agent: str,
@@ -138,17 +140,14 @@ def _build_site(
     updater = Updater(policy, agent, algorithm, config.optimizer, config.micro_batch_tokens)
     tracker = CapabilityTracker(algorithm.hacpo.window)
     progress = Progress(genesis=joining.genesis, next_step=0, previous_manifest=joining.genesis)
-    if saved := checkpoint.latest(run_dir / "checkpoints"):
-        if saved.extra["genesis"] != joining.genesis:
-            raise UserError(f"{run_dir} holds the checkpoints of another run: choose another --run-dir")
+    if saved:
         policy.load_trainable_state(saved.policy)
-        updater.optimizer.load_state_dict(saved.optimizer)
-        updater.scheduler.load_state_dict(saved.scheduler)
+        updater.load_state(saved.optimizer, saved.scheduler)
         checkpoint.restore_random_state(saved.random_state)
         state = dict(saved.extra)
         tracker.load_state_dict(state.pop("capabilities"))
         progress = Progress(**state)
-        egress.received(progress.received_bytes)
+        session.egress.received(progress.received_bytes)
         shown.tell(f"resuming from the checkpoint before step {progress.next_step + 1}")
     # Steps after the checkpoint are learned from again, and reported again.
     keep_json_lines(run_dir / "metrics.jsonl", lambda line: line["step"] < progress.next_step)
@@ -229,16 +228,36 @@ def _follow_orders(session: Session, site: Site, roster: Roster, agent: str) -> 
         if message.metadata.message_type not in MESSAGE_TYPES:
             raise HacrlFedError(f"the coordinator orders {message.metadata.message_type!r}, which no site does")
         session.reply(flower.to_proto(app(message, context)))
+        site.idle()
 
 
-def _write_config(run_dir: Path, agent: str, model: str, run: RunConfig, site: SiteConfig) -> None:
+@contextmanager
+def _told_apart() -> Iterator[None]:
+    """Says what to do where the device has too little memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise HacrlFedError(
+            "the device's memory does not suffice: lower micro_batch_tokens (updates) or generation_rows (generation) in "
+            f"site.yaml, or train with lora; then run the same command to resume ({str(error).splitlines()[0]})"
+        ) from None
+
+
+def _keep_config(run_dir: Path, agent: str, model: str, genesis: str, run: RunConfig, site: SiteConfig) -> None:
+    """Writes the resolved configuration. Raises UserError where the folder is of another run."""
+    path = run_dir / "config.json"
+    if read_json(path).get("genesis", genesis) != genesis:
+        raise UserError(
+            f"{run_dir} is the folder of another run, or of another configuration: choose another --run-dir"
+        )
     resolved = {
         "agent": agent,
         "model": model,
+        "genesis": genesis,
         "run": run.model_dump(mode="json"),
         "site": site.model_dump(mode="json"),
     }
-    (run_dir / "config.json").write_text(json.dumps(resolved, indent=2), encoding="utf-8")
+    path.write_text(json.dumps(resolved, indent=2), encoding="utf-8")
 
 
 def _write_summary(
@@ -260,6 +279,9 @@ def _write_summary(
                 "egress_bytes": egress.sent_bytes,
                 "ingress_bytes": egress.received_bytes,
                 "weight_bytes": policy.weight_bytes,
+                "reward_disagreements": site.reward_disagreements(),
+                "missing_chunks": progress.totals["missing_chunks"],
+                "prompts_too_long": progress.totals["prompts_too_long"],
             }
         },
     }

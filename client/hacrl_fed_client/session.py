@@ -1,7 +1,9 @@
 """A site's session with the coordinator: one outbound connection that is taken up again when it breaks."""
 
+import json
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,8 +22,8 @@ from tenacity import (
 )
 
 from hacrl_fed import PROTOCOL_VERSION
-from hacrl_fed.config import RunConfig, WireLimits
-from hacrl_fed.errors import RefusedError, UnreachableError
+from hacrl_fed.config import RunConfig, WireLimits, parse
+from hacrl_fed.errors import HacrlFedError, RefusedError, UnreachableError, UserError
 from hacrl_fed.protocol import envelope, transport
 from hacrl_fed.protocol.roster import Roster
 from hacrl_fed.v1 import exchange_pb2, exchange_pb2_grpc, session_pb2, session_pb2_grpc
@@ -30,6 +32,7 @@ from hacrl_fed_client.egress import Egress
 _CALL_S = 30.0
 _PROBE_S = 10.0
 _HEARTBEAT_S = 5.0
+_TELL_AGAIN_S = 10.0
 _THREADS = 4  # attending, heartbeats, reading the log, publishing
 _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
@@ -77,13 +80,17 @@ class Session:
         self._instance = uuid.uuid4().hex
         self._incarnation = 0
         self._caller = transport.Caller(key, roster.run, agent, lambda: self._incarnation)
-        self._limits = WireLimits()
+        self._message_bytes = WireLimits().chunk_bytes
+        self._heartbeat_s = _HEARTBEAT_S
         self._connecting = threading.Lock()
         self._channel: grpc.Channel | None = None
+        self._retired: grpc.Channel | None = None  # the one before, which a call may still be about to use
         self._closed = threading.Event()
         self._orders: queue.Queue[session_pb2.FlowerMessage | None] = queue.Queue()
         self._doing = (0, "starting")
+        self._told_at = -_TELL_AGAIN_S
         self._task_digest = ""
+        self._open_step = 0
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="session")
         self._running: list[Future[None]] = []
 
@@ -102,17 +109,28 @@ class Session:
             payload = envelope.open_envelope(
                 response.run_config, self._roster.coordinator_key, envelope.RUN_CONFIG_TYPE
             )
-            run = RunConfig.model_validate_json(payload)
-        except ValueError as error:
-            raise RefusedError(f"the run's configuration from {self._address} is not valid: {error}") from None
-        self._limits = run.limits
+            run = parse(RunConfig, json.loads(payload), f"the run's configuration from {self._address}")
+        except (ValueError, UserError) as error:
+            raise RefusedError(f"the server cannot be joined: {error}") from None
+        self._message_bytes = run.message_bytes(len(self._roster.names))
+        self._heartbeat_s = min(_HEARTBEAT_S, run.deadlines.heartbeat_s / 3)
+        self._retire_channel()  # the next one has the run's limits
         return run, payload
 
-    def join(self, task_digest: str) -> Joined:
-        """Makes this process the agent's newest, or finds that it still is."""
-        self._task_digest = task_digest
+    def join(self, task_digest: str, next_step: int) -> Joined:
+        """Makes this process the agent's newest, or finds that it still is.
+
+        Raises HacrlFedError where the server's open step is before ``next_step``, the first that this site has not done.
+        """
+        self._task_digest, self._open_step = task_digest, next_step
         request = session_pb2.JoinRequest(task_digest=task_digest, instance_id=self._instance)
         response = self._call("Join", lambda: self._session_stub().Join(request, timeout=_CALL_S), request.ByteSize())
+        if response.open_step < self._open_step:
+            raise HacrlFedError(
+                f"the server is at step {response.open_step + 1} and was at step {self._open_step + 1} before: start it with "
+                "the run folder that it had, or this site with another --run-dir"
+            )
+        self._open_step = response.open_step
         self._incarnation = response.incarnation
         return Joined(response.open_step, response.open_step_finished)
 
@@ -195,14 +213,24 @@ class Session:
 
     def close(self) -> None:
         """Ends the session."""
-        self._closed.set()
-        if self._channel:
-            self._channel.close()
+        with self._connecting:
+            self._closed.set()
+            for channel in (self._channel, self._retired):
+                if channel:
+                    channel.close()
         self._threads.shutdown()
+
+    def _retire_channel(self) -> None:
+        """Lets the next call open a new channel, which finds out anew whether the server's certificate is the same."""
+        with self._connecting:
+            if self._retired:
+                self._retired.close()
+            self._retired, self._channel = self._channel, None
 
     def _attend(self, on_status: Callable[[session_pb2.Status], None]) -> None:
         while not self._closed.is_set():
             try:
+                self.egress.sent("Attend", 0)
                 for event in self._session_stub().Attend(session_pb2.AttendRequest()):
                     self.egress.received(event.ByteSize())
                     match event.WhichOneof("event"):
@@ -224,15 +252,12 @@ class Session:
     def _reconnect(self) -> None:
         if self._closed.wait(0.5):
             return
-        with self._connecting:
-            if self._channel:
-                self._channel.close()
-                self._channel = None
-        self.join(self._task_digest)
+        self._retire_channel()
+        self.join(self._task_digest, self._open_step)
         self._tell("connected again")
 
     def _beat(self) -> None:
-        while not self._closed.wait(_HEARTBEAT_S):
+        while not self._closed.wait(self._heartbeat_s):
             step, phase = self._doing
             request = session_pb2.HeartbeatRequest(step=step, phase=phase)
             self.egress.sent("Heartbeat", request.ByteSize())
@@ -277,16 +302,22 @@ class Session:
     def _say_why(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         why = _details(error) if isinstance(error, grpc.RpcError) else str(error)
+        # Several threads meet the same fault.
+        if time.monotonic() - self._told_at < _TELL_AGAIN_S:
+            return
+        self._told_at = time.monotonic()
         self._tell(f"{why}; trying again for {max(0.0, self._connect_s - (state.seconds_since_start or 0.0)):.0f} s")
 
     def _connected(self) -> grpc.Channel:
         with self._connecting:
+            if self._closed.is_set():
+                raise UnreachableError("the session has ended")
             if self._channel is None:
                 self._channel = transport.open_channel(
                     self._address,
                     self._tls,
                     self._caller,
-                    chunk_bytes=self._limits.chunk_bytes,
+                    chunk_bytes=self._message_bytes,
                     timeout_s=min(_PROBE_S, self._connect_s),
                     insecure_allow_remote=self._allow_remote,
                 )

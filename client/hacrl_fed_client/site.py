@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,8 @@ from typing import Any
 from hacrl_fed.algorithms.hacpo import CapabilityTracker
 from hacrl_fed.algorithms.methods import METHODS
 from hacrl_fed.config import AlgorithmConfig, RunConfig, SiteConfig
-from hacrl_fed.records import Participation, Rollout
+from hacrl_fed.errors import UserError
+from hacrl_fed.records import Participation
 from hacrl_fed.tasks.base import Prompt, Task
 from hacrl_fed.tasks.schedule import step_prompts
 from hacrl_fed.verifiers.pool import VerifierPool
@@ -21,18 +23,21 @@ from hacrl_fed_client import checkpoint
 from hacrl_fed_client.admission import Admission, AdmittedRollout
 from hacrl_fed_client.console import SiteConsole
 from hacrl_fed_client.evaluate import MODES, measure
-from hacrl_fed_client.generation.base import Completion, Generator
+from hacrl_fed_client.generation.base import Generator
 from hacrl_fed_client.inbox import ClosedStep, Inbox
 from hacrl_fed_client.learning import training_rollouts
 from hacrl_fed_client.policy import Policy
 from hacrl_fed_client.publisher import OwnStep, Publisher
 from hacrl_fed_client.retokenize import Retokenizer
+from hacrl_fed_client.rollout import RolloutMaker
 from hacrl_fed_client.session import Joined, Session, StepClosedError
 from hacrl_fed_client.update import Updater
 
 _log = logging.getLogger(__name__)
 
 _FEW_LIVE = 0.2
+_ENOUGH_POSITIVES = 8  # to speak of a share of them
+_LENGTH_RATIO = 8  # of a peer's completion in this site's tokens to max_new_tokens, at most
 
 
 @dataclass
@@ -95,6 +100,8 @@ class Site:
         self._policy = policy
         self._retokenizer = Retokenizer(policy.tokenizer, policy.eos_ids)
         self._generator = generator
+        group_size = run.group_size * METHODS[algorithm.method].group_multiplier
+        self._maker = RolloutMaker(agent, run, config, group_size, policy, generator, verifiers, check=session.check)
         self._updater = updater
         self._tracker = tracker
         self._verifiers = verifiers
@@ -103,7 +110,25 @@ class Site:
         self.progress = progress
         self._run_dir = run_dir
         self._console = console
-        self._group_size = run.group_size * METHODS[algorithm.method].group_multiplier
+        self._prompt_limit = run.max_prompt_tokens
+        if policy.context_length is not None:
+            self._prompt_limit = min(self._prompt_limit, policy.context_length - run.max_new_tokens)
+
+    def check_prompts(self) -> None:
+        """Tells how many prompts are too long for this site. Raises UserError where none is short enough."""
+        lengths = [len(self._policy.render_prompt(prompt.text)) for prompt in self._task.train]
+        too_long = sum(length > self._prompt_limit for length in lengths)
+        if too_long == len(lengths):
+            raise UserError(
+                f"every prompt of task {self._task.id} is longer for this model than the {self._prompt_limit} tokens that "
+                f"max_prompt_tokens and the model's context leave (the shortest has {min(lengths)}): raise "
+                "max_prompt_tokens or lower max_new_tokens in run.yaml, or take a model with a longer context"
+            )
+        self.progress.totals["prompts_too_long"] = too_long
+        if too_long:
+            self._console.tell(
+                f"{too_long} of {len(lengths)} training prompts are longer than {self._prompt_limit} tokens and left out"
+            )
 
     def train_until(self, until_step: int) -> dict[str, float]:
         """Does all steps before ``until_step`` that are not done yet. Returns the newest step's metrics."""
@@ -124,7 +149,7 @@ class Site:
         prompts = tuple(prompt for prompt in prompts if prompt.id in prompt_ids)
         accuracies: dict[str, float] = {}
         for mode in MODES:
-            self._doing(f"evaluating {when}, {mode}")
+            self._doing(f"evaluating {when} training, {mode}")
             accuracy = measure(
                 mode,
                 prompts,
@@ -168,7 +193,7 @@ class Site:
                 return None
             rollouts, missing = closed.rollouts()
             self.progress.totals["missing_chunks"] += missing
-            rollouts = [rollout for rollout in rollouts if rollout.rollout.prompt_id in prompt_ids]
+            rollouts = self._trainable(rollouts, prompt_ids)
         generated_at = time.monotonic()
         metrics = self._learn(step, rollouts, prompt_ids)
         metrics |= {"rollout_s": generated_at - started, "update_s": time.monotonic() - generated_at}
@@ -194,63 +219,38 @@ class Site:
                 _log.warning("step %d was closed before this site had finished its rollouts", step)
         self._doing("waiting for the others")
         deadlines = self._run.deadlines
-        return exchanging.inbox.wait_closed(step, deadlines.step_s + deadlines.pause_s, self._session.check)
+        patience_s = deadlines.join_s + deadlines.step_s + deadlines.pause_s
+        return exchanging.inbox.wait_closed(step, patience_s, self._session.check)
+
+    def _trainable(
+        self, rollouts: list[AdmittedRollout], prompt_ids: Mapping[str, tuple[int, ...]]
+    ) -> list[AdmittedRollout]:
+        """The rollouts that fit this site's model: a peer's text may have many more tokens here than at its source."""
+        longest = _LENGTH_RATIO * self._run.max_new_tokens
+        context = self._policy.context_length or sys.maxsize
+        kept = []
+        for admitted in rollouts:
+            prompt = prompt_ids.get(admitted.rollout.prompt_id)
+            length = len(admitted.completion_ids)
+            if prompt is not None and length <= longest and len(prompt) + length <= context:
+                kept.append(admitted)
+            elif prompt is not None:
+                self.progress.refused[f"{admitted.source}/length"] += 1
+        return kept
 
     def _roll_out(
         self, step: int, prompts: tuple[Prompt, ...], prompt_ids: Mapping[str, tuple[int, ...]]
     ) -> Iterator[list[list[AdmittedRollout]]]:
-        """Generates, verifies and scores a few groups at a time; a prompt that is too long for this site gives an empty one."""
-        self._doing("generating")
+        """Own groups of the step, a few at a time; a prompt that is too long for this site has an empty one."""
+        self._doing(f"generating, 0 of {len(prompts)} prompts done")
         rollable = [prompt for prompt in prompts if prompt.id in prompt_ids]
-        if len(rollable) < len(prompts):
-            yield [[] for _ in range(len(prompts) - len(rollable))]
-        generated = self._generator.generate(
-            [prompt_ids[prompt.id] for prompt in rollable],
-            self._group_size,
-            self._run.max_new_tokens,
-            greedy=False,
-            seed=self._seed(str(step)),
-        )
-        at_once = max(1, self._config.generation_rows // self._group_size)
-        batch: list[tuple[Prompt, list[Completion]]] = []
-        for number, (prompt, completions) in enumerate(zip(rollable, generated, strict=True), start=1):
-            self._session.check()
-            batch.append((prompt, completions))
-            if len(batch) == at_once or number == len(rollable):
-                yield self._verified(batch, prompt_ids)
-                batch = []
-
-    def _verified(
-        self, batch: list[tuple[Prompt, list[Completion]]], prompt_ids: Mapping[str, tuple[int, ...]]
-    ) -> list[list[AdmittedRollout]]:
-        """Rewards and scores of generated groups. A completion that could not be verified is left out, and counted."""
-        rows = [(prompt, index, completion) for prompt, group in batch for index, completion in enumerate(group)]
-        texts = self._retokenizer.decode([completion.token_ids for _, _, completion in rows])
-        verdicts = self._verifiers.verify_all([(row[0], text) for row, text in zip(rows, texts, strict=True)])
-        logp_sums = self._policy.score(
-            [(prompt_ids[prompt.id], completion.token_ids) for prompt, _, completion in rows],
-            self._config.micro_batch_tokens,
-            self._session.check,
-        )
-        groups: dict[str, list[AdmittedRollout]] = {prompt.id: [] for prompt, _ in batch}
-        for (prompt, index, completion), text, verdict, logp_sum in zip(rows, texts, verdicts, logp_sums, strict=True):
-            if verdict.reward is None:
-                self.progress.refused["own/unverifiable"] += 1
-                _log.warning("a completion of this site could not be verified: %s", verdict.reason)
-                continue
-            rollout = Rollout(
-                prompt_id=prompt.id,
-                sample_index=index,
-                text=text,
-                finish_reason=completion.finish_reason,
-                reward=verdict.reward,
-                logp_sum=min(0.0, logp_sum),
-                token_count=len(completion.token_ids),
-                eos_only=not text and len(completion.token_ids) == 1,
-                token_ids=completion.token_ids,
-            )
-            groups[prompt.id].append(AdmittedRollout(self._agent, rollout, completion.token_ids))
-        return list(groups.values())
+        done = len(prompts) - len(rollable)
+        if done:
+            yield [[] for _ in range(done)]
+        for groups in self._maker.make(rollable, prompt_ids, self._seed(str(step))):
+            done += len(groups)
+            self._doing(f"generating, {done} of {len(prompts)} prompts done")
+            yield groups
 
     def _learn(
         self, step: int, rollouts: list[AdmittedRollout], prompt_ids: Mapping[str, tuple[int, ...]]
@@ -264,9 +264,12 @@ class Site:
         self.progress.totals.update(
             own_rollouts=int(metrics["own_rollouts"]), cross_rollouts=int(metrics["cross_rollouts"])
         )
+        own = [rollout for rollout in rollouts if rollout.source == self._agent]
+        metrics["round_trip_share"] = self._maker.round_trip_share(own)
+        positives = sum(row.source != self._agent and row.advantage > 0 for row in trained)
         live = metrics.get("cross/live_share_positive", 1.0)
-        if live < _FEW_LIVE:
-            self._console.few_live(step, live)
+        if positives >= _ENOUGH_POSITIVES and live < _FEW_LIVE:
+            self._console.few_live(step, live, self._algorithm.hacpo)
         _write_rollouts(
             self._run_dir / "rollouts" / f"step-{step:06d}.jsonl", rollouts, [row.advantage for row in trained]
         )
@@ -284,7 +287,7 @@ class Site:
         with (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "agent": self._agent, **metrics}) + "\n")
         self._session.report(step, metrics)
-        self._console.stepped(step, self._run.steps, metrics)
+        self._console.stepped(step, metrics)
 
     def _save(self) -> None:
         progress = self.progress.as_json() | {"refused": dict(self.all_refused())}
@@ -304,20 +307,29 @@ class Site:
         """Refusals by "agent/reason", of this process and of the earlier ones that its checkpoint knows of."""
         refused = Counter(self.progress.refused)
         if self._exchanging:
-            for (agent, reason), count in self._exchanging.admission.refused.items():
+            # A copy: the reading thread goes on counting.
+            for (agent, reason), count in list(self._exchanging.admission.refused.items()):
                 refused[f"{agent}/{reason}"] += count
-        return refused
+        for reason, count in self._maker.left_out.items():
+            refused[f"{self._agent}/{reason}"] += count
+        return +refused  # without zeros
+
+    def reward_disagreements(self) -> dict[str, int]:
+        """Rollouts of each peer whose reward this site found to be another one."""
+        return dict(self._exchanging.admission.reward_disagreements) if self._exchanging else {}
 
     def _prompt_ids(self, prompts: tuple[Prompt, ...]) -> dict[str, tuple[int, ...]]:
-        """Rendered prompts by id, without those that are longer than the run allows in this site's tokens."""
+        """Rendered prompts by id, without those that are too long in this site's tokens."""
         rendered = {prompt.id: tuple(self._policy.render_prompt(prompt.text)) for prompt in prompts}
-        fitting = {key: ids for key, ids in rendered.items() if len(ids) <= self._run.max_prompt_tokens}
-        self.progress.totals["prompts_too_long"] += len(rendered) - len(fitting)
-        return fitting
+        return {key: ids for key, ids in rendered.items() if len(ids) <= self._prompt_limit}
 
     def _seed(self, purpose: str) -> int:
         digest = sha256(f"{self._run.seed}/{self._agent}/{purpose}".encode()).digest()
         return int.from_bytes(digest[:6], "big")
+
+    def idle(self) -> None:
+        """Says that what was ordered is done."""
+        self._doing("waiting for orders")
 
     def _doing(self, phase: str) -> None:
         self._session.doing(self.progress.next_step, phase)

@@ -4,6 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,6 +43,9 @@ _LOSS_SUM = "loss_sum"
 _KL_SUM = "kl_sum"
 
 
+_SETTINGS = ("initial_lr", "betas", "weight_decay")
+
+
 class Updater:
     """Holds the optimizer (AdamW) and the schedule (linear warm-up, then constant) of a policy."""
 
@@ -61,6 +65,18 @@ class Updater:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda update: min(1.0, (update + 1) / warmup)
         )
+
+    def load_state(self, optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
+        """Takes over what a checkpoint holds; learning rate, betas and weight decay stay as they are configured now."""
+        settings = [{key: group[key] for key in _SETTINGS} for group in self.optimizer.param_groups]
+        base_lrs = self.scheduler.base_lrs
+        self.optimizer.load_state_dict(optimizer)
+        self.scheduler.load_state_dict(scheduler)
+        self.scheduler.base_lrs = base_lrs
+        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(setting)
+            factor = self.scheduler.lr_lambdas[0](self.scheduler.last_epoch)
+            group["lr"] = group["initial_lr"] * factor
 
     @property
     def updates_made(self) -> int:

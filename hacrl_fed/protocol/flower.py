@@ -20,6 +20,7 @@ MetricScalar = int | float
 
 CONFIG = "config"
 METRICS = "metrics"
+AWAY = 1  # code of the error that answers an order of an agent that went away
 SERVER_NODE_ID = 1  # Flower's own for the ServerApp
 MAX_MESSAGE_BYTES = 64 * 1024
 

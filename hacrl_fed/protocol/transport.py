@@ -35,6 +35,7 @@ from hacrl_fed.records import CallToken
 _KEEPALIVE_MS = 210_000
 # Room for a chunk's signed header beside its body, so that the named limit on the body answers first.
 _MESSAGE_OVERHEAD_BYTES = 64 * 1024
+_CALLS_A_CONNECTION = 16
 # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, _CERT_HAS_EXPIRED, _HOSTNAME_MISMATCH and _IP_ADDRESS_MISMATCH.
 _NOT_YET_VALID, _EXPIRED, _WRONG_NAMES = 9, 10, (62, 64)
 
@@ -124,6 +125,7 @@ def make_server(
         options=[
             # By default two servers on one port share its connections, silently.
             ("grpc.so_reuseport", 0),
+            ("grpc.max_concurrent_streams", _CALLS_A_CONNECTION),
             # Below the clients' interval, else the server closes their connections for "too many pings".
             ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
             *_common_options(chunk_bytes),

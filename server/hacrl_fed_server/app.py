@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,10 +11,13 @@ from flwr.serverapp import Grid, ServerApp
 
 from hacrl_fed.config import RunConfig
 from hacrl_fed.errors import HacrlFedError
+from hacrl_fed.protocol import flower
+from hacrl_fed.status import printable
 
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_MOST_ERRORS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +61,17 @@ def build_server_app(run: RunConfig, resumed_at: int | None = None) -> ServerApp
 def run_stage(grid: Grid, stage: Stage, run: RunConfig) -> None:
     """Gives the stage's order to every agent, also to those that come later, until all that are there have followed it.
 
+    An agent that has not followed it after the stage's time (``_stage_s``), or answers it with errors, is left behind.
     Raises HacrlFedError where fewer than ``min_agents`` are there for ``pause_s``.
     """
     done: set[int] = set()
+    left_behind: set[int] = set()
+    errors: Counter[int] = Counter()
     ordered: dict[str, int] = {}
-    enough_at = time.monotonic()
+    now = time.monotonic()
+    running_s, enough_at = 0.0, now + run.deadlines.join_s
     while True:
-        nodes = set(grid.get_node_ids())
+        nodes = set(grid.get_node_ids()) - left_behind
         for node in sorted(nodes - done - set(ordered.values())):
             content = RecordDict({"config": ConfigRecord(dict(stage.config))})
             message = grid.create_message(content, stage.message_type, node, group_id=_group(stage))
@@ -71,21 +79,33 @@ def run_stage(grid: Grid, stage: Stage, run: RunConfig) -> None:
                 ordered[message_id] = node
         for reply in grid.pull_messages(list(ordered)):
             node = ordered.pop(reply.metadata.reply_to_message_id)
-            if reply.has_error():
-                _log.warning("%s: %s", _group(stage), reply.error.reason)
-            else:
+            if not reply.has_error():
                 done.add(node)
+                continue
+            _log.warning("%s: %s", _group(stage), printable(reply.error.reason or "")[:200])
+            errors[node] += reply.error.code != flower.AWAY
+            if errors[node] >= _MOST_ERRORS:
+                left_behind.add(node)
         if len(done) >= run.min_agents and nodes <= done:
             return
-        now = time.monotonic()
+        before, now = now, time.monotonic()
         if len(nodes | done) >= run.min_agents:
-            enough_at = now
+            running_s += now - before
+            enough_at = max(enough_at, now)
         elif now - enough_at > run.deadlines.pause_s:
             raise HacrlFedError(
                 f"fewer than min_agents = {run.min_agents} agents were there for {run.deadlines.pause_s:.0f} s"
                 " (deadlines.pause_s); run the same command to resume"
             )
+        if running_s > _stage_s(stage, run):
+            _log.warning("%s: no answer from %d agents in %.0f s", _group(stage), len(nodes - done), running_s)
+            left_behind |= nodes - done
         time.sleep(_POLL_S)
+
+
+def _stage_s(stage: Stage, run: RunConfig) -> float:
+    """Seconds that a stage may take while enough agents are there: two deadlines a step, the second for the updates."""
+    return run.deadlines.join_s + 2 * run.deadlines.step_s * (run.block_steps if "until_step" in stage.config else 1)
 
 
 def _group(stage: Stage) -> str:

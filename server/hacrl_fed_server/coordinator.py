@@ -1,8 +1,10 @@
 """The coordinator process: one run, one port. Puts the parts together and drives the run's ServerApp."""
 
+import sqlite3
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import grpc
@@ -12,10 +14,11 @@ from rich.console import Console
 from rich.live import Live
 
 from hacrl_fed.config import SHARING_METHODS, RunConfig
-from hacrl_fed.errors import UserError
+from hacrl_fed.errors import HacrlFedError, UserError
 from hacrl_fed.protocol import digests, envelope, flower, keys, transport
 from hacrl_fed.protocol import roster as rosters
 from hacrl_fed.protocol.roster import Roster
+from hacrl_fed.run_folder import locked
 from hacrl_fed.status import RunStatus, render
 from hacrl_fed.v1 import exchange_pb2_grpc, session_pb2_grpc
 from hacrl_fed_server.app import build_server_app
@@ -47,26 +50,31 @@ def run_server(
         raise UserError(f"{key_file} is not the key of the coordinator that {roster_file} names")
     if run.min_agents > len(roster.names):
         raise UserError(f"min_agents is {run.min_agents}, and {roster_file} lists {len(roster.names)} agents")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    payload = run.model_dump_json().encode()
-    ledger = Ledger(
-        run_dir / "ledger.sqlite", {"roster": roster.digest, "run configuration": digests.sha256_hex(payload)}
-    )
-    try:
-        (run_dir / "config.json").write_text(run.model_dump_json(indent=2), encoding="utf-8")
-        coordinator = _Coordinator(run, roster, key, payload, ledger, run_dir)
-        # Streams hold a thread each: two a site, and as many again that are about to be noticed as broken.
-        server, address = transport.make_server(
-            roster,
-            transport.parse_address(listen),
-            tls,
-            chunk_bytes=run.limits.chunk_bytes,
-            workers=8 + 4 * len(roster.names),
-            insecure_allow_remote=allow_remote,
-        )
-        coordinator.serve(server, str(address), console)
-    finally:
-        ledger.close()
+    with locked(run_dir):
+        payload = run.model_dump_json().encode()
+        identity = {"roster": roster.digest, "run configuration": digests.sha256_hex(payload)}
+        with closing(Ledger(run_dir / "ledger.sqlite", identity)) as ledger:
+            (run_dir / "config.json").write_text(run.model_dump_json(indent=2), encoding="utf-8")
+            if ledger.meta("complete"):
+                console.print(f"this run is complete already; see hacrl-fed inspect {run_dir}")
+                return
+            coordinator = _Coordinator(run, roster, key, payload, ledger, run_dir)
+            # A call holds a thread until its request is whole, and a stream until it ends. So many a connection may have
+            # open that one site's cannot take all threads (transport.make_server).
+            server, address = transport.make_server(
+                roster,
+                transport.parse_address(listen),
+                tls,
+                chunk_bytes=run.message_bytes(len(roster.names)),
+                workers=16 * (1 + len(roster.names)),
+                insecure_allow_remote=allow_remote,
+            )
+            try:
+                coordinator.serve(server, str(address), console)
+            except (OSError, sqlite3.Error) as error:
+                raise HacrlFedError(
+                    f"the run folder {run_dir} cannot be written ({error}): make room and resume"
+                ) from None
 
 
 class _Coordinator:
@@ -76,6 +84,7 @@ class _Coordinator:
         self._run = run
         self._roster = roster
         self._run_dir = run_dir
+        self._ledger = ledger
         started = ledger.meta("genesis") is not None
         barrier = StepBarrier(roster.names, run.min_agents, run.deadlines, time.monotonic(), started)
         self._exchange = Exchange(run, roster, key, ledger, barrier)
@@ -87,7 +96,7 @@ class _Coordinator:
     def serve(self, server: grpc.Server, address: str, console: Console) -> None:
         session_service = SessionService(self._roster, self._run_config, self._sessions, self._exchange)
         session_pb2_grpc.add_SessionServicer_to_server(session_service, server)
-        exchange_pb2_grpc.add_ExchangeServicer_to_server(ExchangeService(self._exchange), server)
+        exchange_pb2_grpc.add_ExchangeServicer_to_server(ExchangeService(self._sessions, self._exchange), server)
         server.start()
         console.print(f"listening on {address}; run {self._roster.run}, agents {', '.join(self._roster.names)}")
         with (
@@ -98,12 +107,18 @@ class _Coordinator:
             try:
                 grid = CoordinatorGrid(self._roster, self._sessions, lambda: _raise_failure(ticker))
                 build_server_app(self._run, self._resumed_at)(grid, _context(grid))
+                if self._run.algorithm.method in SHARING_METHODS and not self._exchange.complete:
+                    raise HacrlFedError(
+                        f"the sites say that all steps are done, but {self._run_dir} holds {self._exchange.open_step} of"
+                        f" {self._run.steps}: their run folders are of another try; start all with new ones"
+                    )
+                self._ledger.set_meta("complete", "yes")
                 self._sessions.finish("the run is complete")
                 self._await_farewell()
             finally:
                 self._stop.set()
                 server.stop(grace=1).wait()
-        console.print(f"the run is complete: {self._run.steps} steps; ledger and reports are in {self._run_dir}")
+        console.print(f"the run is complete: {self._run.steps} steps; see hacrl-fed inspect {self._run_dir}")
 
     def _tick(self, address: str, live: Live) -> None:
         """Closes steps when their time has come, expires sessions and shows what the run is doing."""

@@ -90,11 +90,13 @@ class Exchange:
     ) -> Iterator[exchange_pb2.ExchangeEvent]:
         """What the log holds from ``first_step`` on, then what comes, until ``alive`` says no.
 
-        A process gets its own chunks only where an earlier one of the same agent published them.
+        A process gets its own chunks only where an earlier one of the same agent published them, and of closed steps
+        that the agent had no part in only the manifests.
         """
         with self.changed:
             self._subscriptions[agent] += 1
             subscription = self._subscriptions[agent]
+            closed_before, took_part = self._open_step, self._ledger.steps_of(agent)
         seq = 0
         while alive() and self._subscriptions[agent] == subscription:
             batch = self._ledger.events(first_step, seq, _EVENTS_A_READ)
@@ -102,6 +104,8 @@ class Exchange:
                 seq = event.seq
                 if event.is_manifest:
                     yield exchange_pb2.ExchangeEvent(manifest=envelope_pb2.Envelope.FromString(event.message))
+                elif event.step < closed_before and event.step not in took_part:
+                    continue
                 elif (event.agent, event.incarnation) != (agent, incarnation):
                     yield exchange_pb2.ExchangeEvent(chunk=exchange_pb2.Chunk.FromString(event.message))
             if not batch:
@@ -164,8 +168,10 @@ class Exchange:
             return False
         if self.complete:
             raise _precondition(f"all {self._run.steps} steps of the run are closed")
-        if step != self._open_step:
-            raise _precondition(f"step {step} is not open; step {self._open_step} is")
+        if step > self._open_step:
+            raise _invalid(f"step {step} is not open yet; step {self._open_step} is")
+        if step < self._open_step:
+            raise _precondition(f"step {step} is closed; step {self._open_step} is open")
         own = [chunk for chunk in chunks if chunk.agent == agent]
         if any(chunk.final for chunk in own):
             raise _precondition(f"{agent} has already finished step {step}")
@@ -176,12 +182,18 @@ class Exchange:
             raise _invalid("previous_chunk does not name this agent's previous chunk")
         if header.previous_manifest != self.manifest_digest(step - 1):
             raise _invalid(f"previous_manifest does not name the manifest of step {step - 1}")
-        limits = self._run.limits
-        if len(own) >= limits.chunks_per_step:
-            raise _exhausted(f"more than limits.chunks_per_step = {limits.chunks_per_step} chunks in a step")
+        if not header.rollout_count and not header.final:
+            raise _invalid("a chunk without rollouts can only be a step's last one")
+        if len(own) >= self._run.chunks_per_agent:
+            raise _exhausted(
+                f"more than {self._run.chunks_per_agent} chunks in a step (limits.chunks_per_step, and one a prompt)"
+            )
         total = sum(chunk.rollouts for chunk in own) + header.rollout_count
-        if total > limits.rollouts_per_step:
-            raise _exhausted(f"{total} rollouts are over limits.rollouts_per_step = {limits.rollouts_per_step}")
+        if total > self._run.rollouts_per_agent:
+            raise _exhausted(
+                f"{total} rollouts in a step are over {self._run.rollouts_per_agent} (limits.rollouts_per_step, and "
+                "prompts_per_step x group_size)"
+            )
         if header.final and header.total_rollouts != total:
             raise _invalid(f"total_rollouts says {header.total_rollouts}, and the chunks hold {total}")
         return True

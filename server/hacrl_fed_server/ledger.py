@@ -56,14 +56,14 @@ class Ledger:
     def __init__(self, path: Path, identity: dict[str, str]) -> None:
         """Opens or makes the file; ``identity`` (names to digests) must equal what it was made with."""
         self._lock = threading.Lock()
-        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=10)
         try:
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=10)
             # A manifest that was sent must never be forgotten, so each commit reaches the disk.
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.executescript(_SCHEMA)
         except sqlite3.DatabaseError as error:
-            raise UserError(f"{path} is not a ledger of hacrl-fed ({error}); choose another --run-dir") from None
+            raise UserError(f"{path} cannot be used as a ledger ({error}); choose another --run-dir") from None
         for key, value in identity.items():
             stored = self.meta(key)
             if stored is None:
@@ -130,6 +130,12 @@ class Ledger:
                 (step,),
             ).fetchall()
         return [StoredChunk(row[0], row[1], row[2], bool(row[3]), row[4], row[5]) for row in rows]
+
+    def steps_of(self, agent: str) -> set[int]:
+        """Steps that the agent has published in."""
+        with self._lock:
+            rows = self._db.execute("SELECT DISTINCT step FROM chunks WHERE agent = ?", (agent,)).fetchall()
+        return {int(row[0]) for row in rows}
 
     def chain_head(self, agent: str, incarnation: int) -> str:
         """Digest of the incarnation's last header; empty before its first."""

@@ -19,7 +19,8 @@ from hacrl_fed_server.exchange import Exchange
 from hacrl_fed_server.refusal import CallRefusedError
 from hacrl_fed_server.sessions import Sessions
 
-_MAX_METRICS = 256
+_MAX_METRICS = 4096
+_MAX_METRIC_NAME = 160
 
 
 class SessionService:
@@ -78,7 +79,7 @@ class SessionService:
         with _refusing(context):
             ids = {"src_node_id": flower.node_id(token.agent), "dst_node_id": flower.SERVER_NODE_ID}
             flower.from_proto(request, run_id=flower.run_id(self._roster.run), **ids)
-        self._sessions.reply(token.agent, request)
+            self._sessions.reply(token.agent, token.incarnation, request)
         return session_pb2.ReplyResponse()
 
     def Heartbeat(  # noqa: N802
@@ -99,16 +100,19 @@ class SessionService:
                     grpc.StatusCode.RESOURCE_EXHAUSTED, f"a report holds at most {_MAX_METRICS} metrics"
                 )
             for name, value in request.metrics.items():
+                if len(name) > _MAX_METRIC_NAME:
+                    raise ValueError(f"a metric's name has at most {_MAX_METRIC_NAME} characters")
                 if not math.isfinite(value):
                     raise ValueError(f"metric {name!r} must be finite, not {value}")
-            self._sessions.report(token.agent, request.step, dict(request.metrics))
+            self._sessions.report(token.agent, token.incarnation, request.step, dict(request.metrics))
         return session_pb2.StepReportResponse()
 
 
 class ExchangeService:
     """Publishing and receiving rollouts."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, sessions: Sessions, exchange: Exchange) -> None:
+        self._sessions = sessions
         self._exchange = exchange
 
     def Publish(  # noqa: N802
@@ -124,6 +128,8 @@ class ExchangeService:
     ) -> Iterator[exchange_pb2.ExchangeEvent]:
         """The log from a step on."""
         _wake_when_gone(context, self._exchange.changed)
+        with _refusing(context):
+            self._sessions.check_incarnation(token.agent, token.incarnation)
         yield from self._exchange.events(token.agent, token.incarnation, request.first_step, context.is_active)
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import grpc
 
 from hacrl_fed.config import RunConfig
-from hacrl_fed.protocol import digests
+from hacrl_fed.protocol import digests, flower
 from hacrl_fed.protocol.roster import Roster
-from hacrl_fed.status import AgentStatus, RunStatus
+from hacrl_fed.status import AgentStatus, RunStatus, printable
 from hacrl_fed.v1 import session_pb2
 from hacrl_fed_server.ledger import Ledger
 from hacrl_fed_server.refusal import CallRefusedError
@@ -61,11 +61,12 @@ class Sessions:
             if pinned not in (None, task_digest):
                 raise CallRefusedError(
                     grpc.StatusCode.FAILED_PRECONDITION,
-                    f"task {self._run.task.id} differs: this site's digest is {task_digest}, and the run's {pinned}; "
-                    "all sites need the same prompts, answers and verifier under this id",
+                    f"task {self._run.task.id} differs: this site's digest is {task_digest}, and the run's {pinned}"
+                    f"{self._pinned_by()}; all sites need the same prompts, answers and verifier under this id",
                 )
             if self._ledger.meta("genesis") is None:
                 self._ledger.set_meta("task_digest", task_digest)
+                self._ledger.set_meta("first_agent", agent)
                 genesis = digests.genesis_digest(self._roster.digest, self._run_payload, task_digest)
                 self._ledger.set_meta("genesis", genesis)
             incarnation = self._ledger.admit(agent, instance)
@@ -76,11 +77,19 @@ class Sessions:
             self._changed.notify_all()
             return incarnation
 
+    def _pinned_by(self) -> str:
+        if self._run.task.digest is not None:
+            return ""
+        first = self._ledger.meta("first_agent")
+        return (
+            f", which agent {first} brought (to decide it in advance, set task.digest in run.yaml and a new --run-dir)"
+        )
+
     def attend(self, agent: str, incarnation: int, alive: Callable[[], bool]) -> Iterator[session_pb2.SessionEvent]:
         """The session itself: it lives while this iterator does. Orders without a reply are sent again at the start."""
         session = self._sessions[agent]
         with self._changed:
-            self._check_incarnation(agent, incarnation)
+            self.check_incarnation(agent, incarnation)
             session.stream += 1
             stream = session.stream
             session.alive_at = time.monotonic()
@@ -92,7 +101,7 @@ class Sessions:
             while alive():
                 with self._changed:
                     if session.stream != stream:
-                        self._check_incarnation(agent, incarnation)
+                        self.check_incarnation(agent, incarnation)
                         return
                     orders = [order for key, order in session.orders.items() if key not in sent]
                     status, finished = self._status, self._finished
@@ -118,15 +127,18 @@ class Sessions:
     def heartbeat(self, agent: str, incarnation: int, step: int, phase: str) -> None:
         """A sign of life, with what the agent is doing. Raises CallRefusedError."""
         with self._changed:
-            self._check_incarnation(agent, incarnation)
+            self.check_incarnation(agent, incarnation)
             session = self._sessions[agent]
             session.alive_at = time.monotonic()
-            session.step, session.phase = step, phase[:40]
+            session.step, session.phase = step, printable(phase)[:40]
 
-    def report(self, agent: str, step: int, metrics: dict[str, float]) -> None:
-        """Stores an agent's metrics of a step."""
-        self._ledger.add_report(step, agent, metrics)
+    def report(self, agent: str, incarnation: int, step: int, metrics: dict[str, float]) -> None:
+        """Stores an agent's metrics of a step. Raises CallRefusedError, and ValueError for a step that the run has not."""
+        if step >= self._run.steps:
+            raise ValueError(f"the run has {self._run.steps} steps, and no step {step}")
         with self._changed:
+            self.check_incarnation(agent, incarnation)
+            self._ledger.add_report(step, agent, metrics)
             session = self._sessions[agent]
             session.step = step + 1
             session.reward = metrics.get("reward_mean")
@@ -139,9 +151,10 @@ class Sessions:
             self._changed.notify_all()
         return order.message_id
 
-    def reply(self, agent: str, message: session_pb2.FlowerMessage) -> None:
+    def reply(self, agent: str, incarnation: int, message: session_pb2.FlowerMessage) -> None:
         """Takes a reply; one to an order that is not waiting for one is dropped, since its sender may only repeat itself."""
         with self._changed:
+            self.check_incarnation(agent, incarnation)
             if self._sessions[agent].orders.pop(message.reply_to_message_id, None) is not None:
                 self._replies[message.reply_to_message_id] = message
                 self._changed.notify_all()
@@ -175,7 +188,7 @@ class Sessions:
                     self._replies[key] = session_pb2.FlowerMessage(
                         reply_to_message_id=key,
                         message_type=order.message_type,
-                        error_code=1,
+                        error_code=flower.AWAY,
                         error_reason=f"agent {agent} is away",
                     )
                 session.orders.clear()
@@ -201,7 +214,8 @@ class Sessions:
             self._finished = reason
             self._changed.notify_all()
 
-    def _check_incarnation(self, agent: str, incarnation: int) -> None:
+    def check_incarnation(self, agent: str, incarnation: int) -> None:
+        """Raises CallRefusedError for a process that is not the agent's newest."""
         current = self._sessions[agent].incarnation
         if incarnation != current:
             raise CallRefusedError(

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from hacrl_fed.errors import UserError
+from hacrl_fed.errors import HacrlFedError, UserError
 from hacrl_fed_client.generation.base import Completion, cut_at_end
-from hacrl_fed_client.policy import Policy
+from hacrl_fed_client.policy import NOT_FINITE, Policy
 
 
 class HfGenerator:
@@ -65,10 +65,15 @@ class HfGenerator:
         devices = [policy.device] if policy.device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices), policy.forward_context(training=False) as model:
             torch.manual_seed(seed)
-            output = model.generate(
-                input_ids=torch.tensor(input_ids, device=policy.device),
-                attention_mask=torch.tensor(attention_mask, device=policy.device),
-                generation_config=config,
-            )
+            try:
+                output = model.generate(
+                    input_ids=torch.tensor(input_ids, device=policy.device),
+                    attention_mask=torch.tensor(attention_mask, device=policy.device),
+                    generation_config=config,
+                )
+            except RuntimeError as error:
+                if "probability tensor" not in str(error):
+                    raise
+                raise HacrlFedError(NOT_FINITE) from None
         eos_ids = frozenset(policy.eos_ids)
         return [cut_at_end(ids, eos_ids) for ids in output[:, width:].tolist()]

@@ -1,0 +1,120 @@
+"""A site's own rollouts: generated, verified and scored, a few groups at a time."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from hacrl_fed.config import RunConfig, SiteConfig
+from hacrl_fed.errors import HacrlFedError
+from hacrl_fed.protocol import convert
+from hacrl_fed.records import Rollout
+from hacrl_fed.tasks.base import Prompt
+from hacrl_fed.verifiers.pool import VerifierPool
+from hacrl_fed_client.admission import AdmittedRollout
+from hacrl_fed_client.generation.base import Completion, Generator
+from hacrl_fed_client.policy import NOT_FINITE, Policy
+from hacrl_fed_client.retokenize import Retokenizer
+
+_log = logging.getLogger(__name__)
+
+
+class RolloutMaker:
+    """Makes one agent's rollouts. ``left_out`` counts, by reason, completions that never became one."""
+
+    def __init__(
+        self,
+        agent: str,
+        run: RunConfig,
+        config: SiteConfig,
+        group_size: int,
+        policy: Policy,
+        generator: Generator,
+        verifiers: VerifierPool,
+        check: Callable[[], None],
+    ) -> None:
+        """``check`` is called between pieces of work, and may raise to end it."""
+        self._agent = agent
+        self._run = run
+        self._config = config
+        self._group_size = group_size
+        self._policy = policy
+        self._retokenizer = Retokenizer(policy.tokenizer, policy.eos_ids)
+        self._generator = generator
+        self._verifiers = verifiers
+        self._check = check
+        self.left_out: Counter[str] = Counter()
+
+    def make(
+        self, prompts: Sequence[Prompt], prompt_ids: Mapping[str, tuple[int, ...]], seed: int
+    ) -> Iterator[list[list[AdmittedRollout]]]:
+        """Yields the groups of the prompts, in order, several at a time: as many as are generated at once.
+
+        Raises HacrlFedError where the policy's log-probs are not finite.
+        """
+        generated = self._generator.generate(
+            [prompt_ids[prompt.id] for prompt in prompts],
+            self._group_size,
+            self._run.max_new_tokens,
+            greedy=False,
+            seed=seed,
+        )
+        at_once = max(1, self._config.generation_rows // self._group_size)
+        batch: list[tuple[Prompt, list[Completion]]] = []
+        for number, (prompt, completions) in enumerate(zip(prompts, generated, strict=True), start=1):
+            self._check()
+            batch.append((prompt, completions))
+            if len(batch) == at_once or number == len(prompts):
+                yield [self._sendable(group) for group in self._verified(batch, prompt_ids)]
+                batch = []
+
+    def round_trip_share(self, rollouts: Sequence[AdmittedRollout]) -> float:
+        """Share of own completions whose text gives the same ids again; peers learn from other ids in the others."""
+        same = self._retokenizer.round_trips([rollout.completion_ids for rollout in rollouts])
+        return sum(same) / len(same) if same else 1.0
+
+    def _verified(
+        self, batch: Sequence[tuple[Prompt, list[Completion]]], prompt_ids: Mapping[str, tuple[int, ...]]
+    ) -> list[list[AdmittedRollout]]:
+        rows = [(prompt, index, completion) for prompt, group in batch for index, completion in enumerate(group)]
+        texts = self._retokenizer.decode([completion.token_ids for _, _, completion in rows])
+        verdicts = self._verifiers.verify_all([(row[0], text) for row, text in zip(rows, texts, strict=True)])
+        logp_sums = self._policy.score(
+            [(prompt_ids[prompt.id], completion.token_ids) for prompt, _, completion in rows],
+            self._config.micro_batch_tokens,
+            self._check,
+        )
+        groups: dict[str, list[AdmittedRollout]] = {prompt.id: [] for prompt, _ in batch}
+        unverifiable = ""
+        for (prompt, index, completion), text, verdict, logp_sum in zip(rows, texts, verdicts, logp_sums, strict=True):
+            if not math.isfinite(logp_sum):
+                raise HacrlFedError(NOT_FINITE)
+            if verdict.reward is None:
+                self.left_out["unverifiable"] += 1
+                unverifiable = verdict.reason
+                continue
+            rollout = Rollout(
+                prompt_id=prompt.id,
+                sample_index=index,
+                text=text,
+                finish_reason=completion.finish_reason,
+                reward=verdict.reward,
+                # Rounding may leave a certain completion a little above 0.
+                logp_sum=min(0.0, logp_sum),
+                token_count=len(completion.token_ids),
+                eos_only=not text and len(completion.token_ids) == 1,
+                token_ids=completion.token_ids,
+            )
+            groups[prompt.id].append(AdmittedRollout(self._agent, rollout, completion.token_ids))
+        if unverifiable:
+            _log.warning("completions of this site that could not be verified are left out: %s", unverifiable)
+        return list(groups.values())
+
+    def _sendable(self, group: list[AdmittedRollout]) -> list[AdmittedRollout]:
+        """The group without what the run's limits would refuse, so that all learn from the same."""
+        limits = self._run.limits
+        kept = [admitted for admitted in group if len(admitted.rollout.text.encode()) <= limits.text_bytes]
+        while len(convert.rollouts_to_body([admitted.rollout for admitted in kept])) > limits.chunk_bytes:
+            kept.pop()
+        self.left_out["limits"] += len(group) - len(kept)
+        return kept
