@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hacrl_fed.protocol import convert
+from hacrl_fed.protocol.digests import sha256_hex
 from hacrl_fed.records import (
     CallToken,
     ChunkHeader,
@@ -40,7 +41,7 @@ def rollouts(draw):
         text=text,
         finish_reason=finish,
         reward=draw(FINITE),
-        logp_sum=draw(st.floats(max_value=0, allow_infinity=False)),
+        logp_sum=draw(st.floats(-1000.0, 0)) * count,
         token_count=count,
         eos_only=eos_only,
         token_ids=tuple(draw(st.lists(U32, min_size=count, max_size=count))) if draw(st.booleans()) else (),
@@ -78,7 +79,10 @@ def headers(draw):
 @st.composite
 def entries(draw, agent):
     participation = draw(st.sampled_from(Participation))
-    chunks = () if participation is Participation.ABSENT else tuple(draw(st.lists(DIGESTS, min_size=1, max_size=3)))
+    # Digests that name the agent, since a chunk may be listed under one only.
+    chunks: tuple[str, ...] = ()
+    if participation is not Participation.ABSENT:
+        chunks = tuple(sha256_hex(f"{agent}/{number}".encode()) for number in range(draw(st.integers(1, 3))))
     return ManifestEntry(agent, participation, draw(U32), draw(U32), chunks)
 
 
@@ -252,6 +256,7 @@ def body_of(**changes):
         ({"reward": math.inf}, "reward must be finite"),
         ({"logp_sum": 0.5}, "logp_sum must be"),
         ({"logp_sum": -math.inf}, "logp_sum must be"),
+        ({"logp_sum": -1e308}, "logp_sum must be"),
         ({"token_count": 0}, "token_count must be"),
         ({"token_ids": [1, 2]}, "token_ids must be 3 long"),
         ({"eos_only": True}, "eos_only goes with"),

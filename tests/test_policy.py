@@ -9,6 +9,7 @@ import torch
 from hacrl_fed_client.policy import Policy
 from safetensors.torch import load_file, save_file
 from tiny_models import END, Family, save_tiny, tiny_model, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config
 
 from hacrl_fed.config import Lora, SiteConfig
@@ -246,3 +247,54 @@ def test_trainable_state_restores_the_policy(tmp_path: Path, lora: Lora | None) 
     torch.testing.assert_close(other.token_logps(SEQUENCES), policy.token_logps(SEQUENCES), rtol=0, atol=0)
     with pytest.raises(UserError, match=re.escape("another model or LoRA setting")):
         load(folder, lora=Lora(r=2)).load_trainable_state(policy.trainable_state())
+
+
+def test_the_end_of_turn_is_what_the_chat_template_ends_an_answer_with(tmp_path: Path) -> None:
+    # As of chat models whose tokenizer's own end-of-sequence token ends documents, not turns.
+    folder = save_tiny(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    tokenizer.save_pretrained(folder)
+    end_of_turn = tokenizer.convert_tokens_to_ids(END)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(len(tokenizer))
+    model.generation_config = GenerationConfig(eos_token_id=[end_of_turn, tokenizer.eos_token_id])
+    model.save_pretrained(folder)
+    policy = load(folder)
+    assert policy.end_of_turn_id == end_of_turn
+    assert set(policy.eos_ids) == {end_of_turn, tokenizer.eos_token_id}
+
+
+def test_a_prompt_does_not_end_in_the_token_that_ends_completions(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, tokenizer=tiny_tokenizer(chat=False))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain = tokenizer.encode("the 12")
+    end = (END, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {END}", special_tokens=[end])
+    tokenizer.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).encode("the 12") == [*plain, tokenizer.eos_token_id]
+    assert load(folder).render_prompt("the 12") == plain
+
+
+def test_a_chat_template_that_fails_is_one_sentence(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no users here') }}"
+    folder = save_tiny(tmp_path, tokenizer=tokenizer)
+    with pytest.raises(UserError, match=r"chat template of .* fails: no users here"):
+        load(folder)
+
+
+def test_an_adapter_alone_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    (Path(folder) / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds an adapter only: merge it"):
+        load(folder)
+
+
+def test_a_missing_folder_below_one_that_is_there_is_not_taken_for_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="there is no model folder models/a"):
+        load("models/a")

@@ -271,3 +271,17 @@ def test_micro_batches_hold_every_index_once_within_the_budget(lengths: list[int
     for left, right in itertools.pairwise(batches):
         assert (len(left) + 1) * max(lengths[index] for index in left) > budget
         assert min(lengths[index] for index in left) >= max(lengths[index] for index in right)
+
+
+def test_a_checkpoint_keeps_the_moments_and_takes_the_settings_of_now(tmp_path: Path) -> None:
+    policy = load(save_tiny(tmp_path))
+    first = updater(policy, algorithm(), optimizer=Optimizer(lr=1e-2, warmup_steps=0))
+    first.step(rollouts(policy, "me"), nothing)
+    lower = updater(policy, algorithm(), optimizer=Optimizer(lr=1e-5, betas=(0.8, 0.9), warmup_steps=0))
+    lower.load_state(first.optimizer.state_dict(), first.scheduler.state_dict())
+    assert lower.updates_made == first.updates_made == 2
+    (group,) = lower.optimizer.param_groups
+    assert group["lr"] == 1e-5 and tuple(group["betas"]) == (0.8, 0.9)
+    moments = first.optimizer.state[policy.parameters()[0]]["exp_avg"]
+    torch.testing.assert_close(lower.optimizer.state[policy.parameters()[0]]["exp_avg"], moments)
+    assert lower.step(rollouts(policy, "me"), nothing)["lr"] == 1e-5

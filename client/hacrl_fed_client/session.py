@@ -308,7 +308,8 @@ class Session:
         self._told_at = time.monotonic()
         self._tell(f"{why}; trying again for {max(0.0, self._connect_s - (state.seconds_since_start or 0.0)):.0f} s")
 
-    def _connected(self) -> grpc.Channel:
+    def _connected(self, stub: Callable[[grpc.Channel], T]) -> T:
+        # Under the lock of close(): making a stub of a closed channel crashes the whole process (grpcio 1.85).
         with self._connecting:
             if self._closed.is_set():
                 raise UnreachableError("the session has ended")
@@ -321,13 +322,13 @@ class Session:
                     timeout_s=min(_PROBE_S, self._connect_s),
                     insecure_allow_remote=self._allow_remote,
                 )
-            return self._channel
+            return stub(self._channel)
 
     def _session_stub(self) -> session_pb2_grpc.SessionStub:
-        return session_pb2_grpc.SessionStub(self._connected())
+        return self._connected(session_pb2_grpc.SessionStub)
 
     def _exchange_stub(self) -> exchange_pb2_grpc.ExchangeStub:
-        return exchange_pb2_grpc.ExchangeStub(self._connected())
+        return self._connected(exchange_pb2_grpc.ExchangeStub)
 
 
 class _PreconditionError(RefusedError):
