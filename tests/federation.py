@@ -184,7 +184,7 @@ class Served:
     def channel(self, agent: str, incarnation: int) -> Iterator[grpc.Channel]:
         """A channel whose calls carry an agent's tokens, without a site behind it."""
         caller = transport.Caller(AGENT_KEYS[agent], RUN, agent, lambda: incarnation)
-        limit = self.coordinator.run.limits.chunk_bytes
+        limit = self.coordinator.run.message_bytes(len(self.coordinator.roster.names))
         with transport.open_channel(self.address, self.tls, caller, chunk_bytes=limit, timeout_s=WAIT_S) as channel:
             yield channel
 
@@ -213,13 +213,15 @@ def serving(coordinator: Coordinator, folder: Path, tick_s: float | None = None)
         coordinator.roster,
         transport.Address("127.0.0.1", 0),
         transport.ServerTls(ca / "server.pem", ca / "server-key.pem"),
-        chunk_bytes=coordinator.run.limits.chunk_bytes,
+        chunk_bytes=coordinator.run.message_bytes(len(coordinator.roster.names)),
         workers=24,
     )
     run_config_envelope = envelope.sign(COORDINATOR, envelope.RUN_CONFIG_TYPE, coordinator.payload)
     service = SessionService(coordinator.roster, run_config_envelope, coordinator.sessions, coordinator.exchange)
     session_pb2_grpc.add_SessionServicer_to_server(service, server)
-    exchange_pb2_grpc.add_ExchangeServicer_to_server(ExchangeService(coordinator.exchange), server)
+    exchange_pb2_grpc.add_ExchangeServicer_to_server(
+        ExchangeService(coordinator.sessions, coordinator.exchange), server
+    )
     server.start()
     stop = threading.Event()
 

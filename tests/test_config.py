@@ -161,6 +161,8 @@ def test_the_sites_algorithm_wins_key_by_key() -> None:
     assert isinstance(merged, AlgorithmConfig)
     with pytest.raises(UserError, match=r"algorithm of the site: unknown key hacpo\.alfa; did you mean alpha\?"):
         merged_algorithm(run, SiteConfig(algorithm={"hacpo": {"alfa": 0.0}}))
+    with pytest.raises(UserError, match=r"algorithm\.method is the run's to choose"):
+        merged_algorithm(run, SiteConfig(algorithm={"method": "gspo"}))
 
 
 def test_a_run_configuration_survives_the_wire_and_cannot_be_changed() -> None:

@@ -45,5 +45,7 @@ def test_a_resumed_run_goes_on_counting_and_writing(tmp_path: Path) -> None:
     again = Egress(tmp_path, 1000)
     again.sent("Publish", 20, step=1)
     assert again.sent_bytes == 30
+    with pytest.raises(HacrlFedError, match="step 0 would send more than"):
+        again.sent("Publish", 991, step=0)  # what an earlier process sent counts
     assert [line["bytes"] for line in lines(tmp_path)] == [10, 20]
     again.close()

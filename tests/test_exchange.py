@@ -25,7 +25,9 @@ OTHER = digests.sha256_hex(b"other")
 
 def two_agents(folder: Path) -> tuple[Coordinator, Author, Author]:
     """A coordinator with alpha and beta there, and what writes their chunks."""
-    coordinator = Coordinator(folder, run_config(limits=LIMITS, deadlines={"join_s": 1e-6}), "alpha", "beta", "gamma")
+    coordinator = Coordinator(
+        folder, run_config(limits=LIMITS, prompts_per_step=8, deadlines={"join_s": 1e-6}), "alpha", "beta", "gamma"
+    )
     return coordinator, coordinator.join("alpha"), coordinator.join("beta")
 
 
@@ -173,6 +175,10 @@ def beyond_the_last_step(coordinator: Coordinator, author: Author) -> exchange_p
     return author.chunk(coordinator.run.steps, manifest, pair())
 
 
+def changed_to_nothing(coordinator: Coordinator, author: Author) -> exchange_pb2.Chunk:
+    return author.chunk(0, coordinator.genesis)
+
+
 def superseded(coordinator: Coordinator, author: Author) -> exchange_pb2.Chunk:
     coordinator.join("alpha", "second")
     return author.chunk(0, coordinator.genesis, pair())
@@ -196,8 +202,8 @@ REFUSALS: dict[str, tuple[Making, grpc.StatusCode, str]] = {
         EXHAUSTED,
         "a text of 66 bytes is over limits.text_bytes = 64",
     ),
-    "step to come": (early, PRECONDITION, "step 1 is not open; step 0 is"),
-    "step closed": (of_the_step_before, PRECONDITION, "step 0 is not open; step 1 is"),
+    "step to come": (early, INVALID, "step 1 is not open yet; step 0 is"),
+    "step closed": (of_the_step_before, PRECONDITION, "step 0 is closed; step 1 is open"),
     "beyond the last step": (beyond_the_last_step, PRECONDITION, "all 3 steps of the run are closed"),
     "finished": (after_final, PRECONDITION, "alpha has already finished step 0"),
     "order": (changed(chunk_index=1), INVALID, "chunk 1 is out of order: chunk 0 is next"),
@@ -208,8 +214,9 @@ REFUSALS: dict[str, tuple[Making, grpc.StatusCode, str]] = {
     "manifest": (not_after_the_manifest, INVALID, "previous_manifest does not name the manifest of step 0"),
     "superseded": (superseded, grpc.StatusCode.ABORTED, "incarnation 1 of alpha has been superseded"),
     "incarnation to come": (changed(incarnation=2), grpc.StatusCode.ABORTED, "incarnation 2 of alpha"),
-    "chunks": (after_many(4, 1), EXHAUSTED, "more than limits.chunks_per_step = 4 chunks in a step"),
-    "rollouts": (after_many(3, 2), EXHAUSTED, "8 rollouts are over limits.rollouts_per_step = 6"),
+    "chunks": (after_many(4, 1), EXHAUSTED, "more than 4 chunks in a step (limits.chunks_per_step"),
+    "rollouts": (after_many(3, 2), EXHAUSTED, "8 rollouts in a step are over 6 (limits.rollouts_per_step"),
+    "nothing": (changed_to_nothing, INVALID, "a chunk without rollouts can only be a step's last one"),
     "total": (
         after_one(final=True, total_rollouts=3),
         INVALID,
@@ -241,7 +248,7 @@ class Reentrant:
     """A chunk that publishes another while it is being checked: one more in flight, without a race."""
 
     def __init__(self, coordinator: Coordinator, agent: str, inner: Any) -> None:
-        self._publish = lambda: coordinator.exchange.publish(agent, inner)
+        self._publish: Callable[[], bool] = lambda: coordinator.exchange.publish(agent, inner)
         self.header = envelope_pb2.Envelope()
 
     @property
@@ -264,6 +271,20 @@ def test_more_chunks_in_flight_than_allowed_are_refused(tmp_path: Path) -> None:
         coordinator.exchange.publish("beta", other)
     assert coordinator.exchange.publish("alpha", chunk)
     assert coordinator.exchange.publish("beta", beta.chunk(0, coordinator.genesis, pair()))
+
+
+def test_no_agent_may_publish_more_than_the_step_asks_for(tmp_path: Path) -> None:
+    run = run_config(prompts_per_step=2, group_size=2, deadlines={"join_s": 1e-6})
+    coordinator = Coordinator(tmp_path, run, "alpha", "beta")
+    alpha, beta = coordinator.join("alpha"), coordinator.join("beta")
+    for _ in range(2):
+        coordinator.exchange.publish("alpha", alpha.chunk(0, coordinator.genesis, pair()))
+    with pytest.raises(CallRefusedError, match=r"5 rollouts in a step are over 4 \(.*prompts_per_step x group_size\)"):
+        coordinator.exchange.publish("alpha", alpha.chunk(0, coordinator.genesis, pair()[:1]))
+    for _ in range(3):
+        coordinator.exchange.publish("beta", beta.chunk(0, coordinator.genesis, pair()[:1]))
+    with pytest.raises(CallRefusedError, match=r"more than 3 chunks in a step .*one a prompt"):
+        coordinator.exchange.publish("beta", beta.chunk(0, coordinator.genesis, final=True))
 
 
 # --- how steps are closed
@@ -391,3 +412,21 @@ def test_a_process_is_given_what_an_earlier_one_of_its_agent_published(tmp_path:
     lives = iter([True, False])
     events = list(coordinator.exchange.events("alpha", 2, 0, lambda: next(lives)))
     assert [event.chunk.body for event in events] == [old.body]
+
+
+def test_of_closed_steps_that_an_agent_had_no_part_in_it_is_given_the_manifests_alone(tmp_path: Path) -> None:
+    coordinator, alpha, _ = two_agents(tmp_path)
+    previous = coordinator.genesis
+    coordinator.exchange.publish("alpha", alpha.chunk(0, previous, pair(), final=True))
+    coordinator.advance()
+    coordinator.advance(after_s=1e6)
+    coordinator.exchange.publish("alpha", alpha.chunk(1, coordinator.exchange.manifest_digest(0), pair()))
+
+    def events_of(agent: str, incarnation: int, count: int) -> list[str | None]:
+        lives = iter([True] * count + [False])
+        events = coordinator.exchange.events(agent, incarnation, 0, lambda: next(lives))
+        return [event.WhichOneof("event") for event in events]
+
+    assert events_of("beta", 1, 1) == ["manifest", "chunk"]
+    # An agent that did have a part learns from the step again.
+    assert events_of("alpha", 2, 1) == ["chunk", "manifest", "chunk"]

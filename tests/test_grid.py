@@ -47,7 +47,7 @@ def answer(coordinator: Coordinator, agent: str, message_id: str, score: float =
         ttl=9.0,
         metrics={"score": session_pb2.Scalar(number=score)},
     )
-    coordinator.sessions.reply(agent, reply)
+    coordinator.sessions.reply(agent, 1, reply)
 
 
 def test_every_method_has_the_signature_that_flower_declares(grid: CoordinatorGrid) -> None:
@@ -113,7 +113,7 @@ def test_an_agent_that_stays_away_answers_with_an_error(coordinator: Coordinator
     coordinator.expire(0.0)
     [reply] = grid.pull_messages([message_id])
     assert reply.has_error()
-    assert reply.error.reason == "agent beta is away"
+    assert (reply.error.code, reply.error.reason) == (flower.AWAY, "agent beta is away")
     assert reply.metadata.src_node_id == BETA
 
 

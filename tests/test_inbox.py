@@ -136,6 +136,7 @@ def test_a_refused_chunk_is_missing_and_the_run_goes_on() -> None:
     [
         (manifest(key=STRANGER), "the coordinator's manifest of step 0 is not valid: the envelope names key"),
         (manifest(step=1), f"gave the manifest of run {RUN}, step 1, for step 0"),
+        (manifest(protocol_version=2), "the coordinator's manifest of step 0 is of protocol 2"),
         (manifest(run_id="other"), "gave the manifest of run other, step 0, for step 0"),
         (manifest(previous_manifest=OTHER), "does not follow the one that this site has of the step before"),
         (
@@ -147,7 +148,7 @@ def test_a_refused_chunk_is_missing_and_the_run_goes_on() -> None:
             "the coordinator's manifest of step 0 is not valid: the envelope holds",
         ),
     ],
-    ids=["key", "step", "run", "chain", "bytes", "purpose"],
+    ids=["key", "step", "version", "run", "chain", "bytes", "purpose"],
 )
 def test_a_log_that_does_not_hold_together_ends_the_run_by_name(
     event: exchange_pb2.ExchangeEvent, sentence: str
@@ -156,6 +157,14 @@ def test_a_log_that_does_not_hold_together_ends_the_run_by_name(
     with pytest.raises(HacrlFedError, match=sentence):
         site.read(event)
     assert not site.inbox.has_closed(0)
+
+
+def test_a_manifest_that_lists_a_chunk_under_another_agent_ends_the_run_by_name() -> None:
+    site = Site()
+    chunk = Author("beta").chunk(0, GENESIS, [rollout(FIRST)])
+    swapped = (ManifestEntry("alpha", Participation.COMPLETE, 1, 1, (digest_of(chunk),)),)
+    with pytest.raises(HacrlFedError, match="the coordinator's manifest of step 0 lists a chunk of beta under alpha"):
+        site.read(chunk_event(chunk), manifest(entries=swapped))
 
 
 def test_a_manifest_that_comes_twice_is_one_that_does_not_follow() -> None:

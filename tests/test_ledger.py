@@ -124,6 +124,8 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path, key: str) -> None:
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"not SQLite " * 100)
-    with pytest.raises(UserError, match="is not a ledger of hacrl-fed"):
+    with pytest.raises(
+        UserError, match=r"cannot be used as a ledger \(file is not a database\); choose another --run-dir"
+    ):
         opened(tmp_path)
     assert path.read_bytes() == b"not SQLite " * 100

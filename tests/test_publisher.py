@@ -48,9 +48,11 @@ class Publishing:
 @contextlib.contextmanager
 def publishing(folder: Path, chunk_bytes: int = 1 << 20, egress_bytes: int = 1 << 20) -> Iterator[Publishing]:
     limits = {"chunk_bytes": chunk_bytes}
-    coordinator = Coordinator(folder, run_config(limits=limits, deadlines={"join_s": 1e-6}), "alpha", "beta")
+    coordinator = Coordinator(
+        folder, run_config(limits=limits, prompts_per_step=8, deadlines={"join_s": 1e-6}), "alpha", "beta"
+    )
     with serving(coordinator, folder) as served, served.session("alpha", folder / "site", egress_bytes) as session:
-        session.join(TASK.digest)
+        session.join(TASK.digest, 0)
         coordinator.barrier.arrived("alpha")
         admission = Admission(
             "alpha",
@@ -112,14 +114,11 @@ def test_what_is_too_heavy_for_one_chunk_goes_in_several_of_whole_groups(tmp_pat
         assert chunks[-1][0].total_rollouts == 10
 
 
-def test_a_group_that_fits_in_no_chunk_is_the_users_to_mend(tmp_path: Path) -> None:
-    with (
-        publishing(tmp_path, chunk_bytes=1024) as site,
-        pytest.raises(
-            HacrlFedError, match=r"a group of 2 rollouts weighs \d+ bytes, more than limits.chunk_bytes = 1024"
-        ),
-    ):
+def test_a_group_that_fits_in_no_chunk_is_refused_by_name(tmp_path: Path) -> None:
+    with publishing(tmp_path, chunk_bytes=1024) as site:
         site.publisher.publish(site.own_step(0), [group("x" * 600, "y" * 600)], final=True)
+        with pytest.raises(RefusedError, match=r"a chunk of \d+ bytes is over limits\.chunk_bytes = 1024"):
+            list(site.session.orders())
 
 
 def test_the_chain_goes_on_from_what_was_taken_after_a_step_was_closed_too_early(tmp_path: Path) -> None:

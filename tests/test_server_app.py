@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from federation import TASK, WAIT_S, Coordinator, Served, eventually, run_config, serving
-from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.app import Context, Error, Message, MetricRecord, RecordDict
 from hacrl_fed_client.session import Session
 from hacrl_fed_server.app import build_server_app, run_stage, stages
 from hacrl_fed_server.grid import CoordinatorGrid
@@ -41,7 +41,7 @@ class Site:
         self.followed: list[Followed] = []
         self._session = session
         self._before = before
-        session.join(TASK.digest)
+        session.join(TASK.digest, 0)
         session.attend(lambda status: None)
 
     def follow(self) -> None:
@@ -60,8 +60,10 @@ class Site:
             if self._session.is_closed:
                 raise KilledError
             self.followed.append(what)
-            content = RecordDict({"metrics": MetricRecord({"orders": len(self.followed)})})
-            self._session.reply(flower.to_proto(Message(content, reply_to=message)))
+            self._session.reply(flower.to_proto(self.answer(message)))
+
+    def answer(self, order: Message) -> Message:
+        return Message(RecordDict({"metrics": MetricRecord({"orders": len(self.followed)})}), reply_to=order)
 
 
 class Federation:
@@ -90,9 +92,11 @@ class Federation:
         if self._over.is_set():  # so that a test that fails ends
             raise KilledError
 
-    def site(self, agent: str, before: Callable[[Followed], None] = lambda _: None) -> tuple[Site, Session]:
+    def site(
+        self, agent: str, before: Callable[[Followed], None] = lambda _: None, kind: type[Site] = Site
+    ) -> tuple[Site, Session]:
         session = self._stack.enter_context(self._served.session(agent, self._folder / agent))
-        site = Site(session, before)
+        site = kind(session, before)
         threading.Thread(target=site.follow, daemon=True).start()
         return site, session
 
@@ -195,8 +199,46 @@ def test_a_site_that_is_back_within_a_stage_is_given_its_order_again(federation:
     assert again.followed == ALL[1:]
 
 
+def error_to(order: Message, reason: str) -> Message:
+    return Message(Error(7, reason), reply_to=order)
+
+
+def test_a_site_that_answers_with_errors_is_left_behind(federation: Federation) -> None:
+    class Failing(Site):
+        def answer(self, order: Message) -> Message:
+            return error_to(order, "out of memory")
+
+    sites = [federation.site(name)[0] for name in ("alpha", "beta")]
+    failing, _ = federation.site("gamma", kind=Failing)
+    eventually(lambda: len(set(federation.grid.get_node_ids())) == 3)
+    federation.start().result(timeout=WAIT_S)
+    for site in sites:
+        assert site.followed == ALL
+    assert failing.followed == [stage for stage in ALL for _ in range(3)]
+
+
+def test_a_site_that_does_not_answer_in_a_stages_time_is_left_behind(federation: Federation) -> None:
+    run = federation.coordinator.run
+    short = run.model_copy(update={"deadlines": run.deadlines.model_copy(update={"join_s": 0.2, "step_s": 0.1})})
+    over = threading.Event()
+
+    def hang(what: Followed) -> None:
+        over.wait(WAIT_S)
+        raise KilledError
+
+    sites = [federation.site(name)[0] for name in ("alpha", "beta")]
+    hanging, _ = federation.site("gamma", hang)
+    eventually(lambda: len(set(federation.grid.get_node_ids())) == 3)
+    run_stage(federation.grid, next(stages(short)), short)
+    for site in sites:
+        assert site.followed == ALL[:1]
+    assert (hanging.at, hanging.followed) == (ALL[0], [])
+    federation.coordinator.sessions.finish("over")
+    over.set()
+
+
 def test_a_run_that_stays_below_min_agents_gives_up_by_name(tmp_path: Path) -> None:
-    run: RunConfig = run_config(deadlines={"pause_s": 0.05})
+    run: RunConfig = run_config(deadlines={"pause_s": 0.05, "join_s": 0.01})
     coordinator = Coordinator(tmp_path, run, "alpha", "beta")
     coordinator.join("alpha")
     grid = CoordinatorGrid(coordinator.roster, coordinator.sessions, lambda: None)

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import grpc
@@ -10,7 +10,7 @@ import pytest
 from federation import TASK, WAIT_S, Coordinator, Served, eventually, run_config, serving
 
 from hacrl_fed.config import RunConfig
-from hacrl_fed.errors import RefusedError
+from hacrl_fed.errors import HacrlFedError, RefusedError
 from hacrl_fed.protocol import digests
 from hacrl_fed.status import AgentStatus, RunStatus
 from hacrl_fed.v1 import exchange_pb2, exchange_pb2_grpc, session_pb2, session_pb2_grpc
@@ -104,7 +104,10 @@ def test_the_first_to_join_pins_the_task(served: Served) -> None:
         with refused(grpc.StatusCode.INVALID_ARGUMENT, "task_digest must be a SHA-256"):
             join(alpha, task_digest="?")
         join(alpha)
-        with refused(grpc.StatusCode.FAILED_PRECONDITION, f"task sums differs: this site's digest is {OTHER}"):
+        pinned = (
+            f"task sums differs: this site's digest is {OTHER}, and the run's {TASK.digest}, which agent alpha brought"
+        )
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, pinned):
             join(beta, task_digest=OTHER)
         assert served.coordinator.ledger.incarnation("beta") == 0
 
@@ -214,9 +217,13 @@ def test_a_report_is_shown_and_stored_and_its_numbers_are_finite(served: Served)
         alpha.Report(session_pb2.StepReport(step=1, metrics={"reward_mean": 0.25}), timeout=10)
         with refused(grpc.StatusCode.INVALID_ARGUMENT, "metric 'loss' must be finite"):
             alpha.Report(session_pb2.StepReport(step=1, metrics={"loss": float("nan")}), timeout=10)
-        many = {f"metric{n}": 0.0 for n in range(257)}
-        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "at most 256 metrics"):
+        many = {f"metric{n}": 0.0 for n in range(4097)}
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "at most 4096 metrics"):
             alpha.Report(session_pb2.StepReport(step=1, metrics=many), timeout=10)
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "a metric's name has at most 160 characters"):
+            alpha.Report(session_pb2.StepReport(step=1, metrics={"x" * 161: 0.0}), timeout=10)
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "the run has 3 steps, and no step 3"):
+            alpha.Report(session_pb2.StepReport(step=3), timeout=10)
         alpha.Heartbeat(session_pb2.HeartbeatRequest(step=2, phase="generating" * 9), timeout=10)
     with coordinator.exchange.changed:
         agent = coordinator.sessions.agents()["alpha"]
@@ -240,6 +247,12 @@ def test_a_superseded_process_is_refused_whatever_it_does(served: Served) -> Non
             next(attend(old))
         with refused(grpc.StatusCode.ABORTED, "superseded"):
             old.Heartbeat(session_pb2.HeartbeatRequest(), timeout=10)
+        with refused(grpc.StatusCode.ABORTED, "superseded"):
+            old.Reply(reply_to(order()), timeout=10)
+        with refused(grpc.StatusCode.ABORTED, "superseded"):
+            old.Report(session_pb2.StepReport(), timeout=10)
+        with served.channel("alpha", 1) as channel, refused(grpc.StatusCode.ABORTED, "superseded"):
+            next(exchange_pb2_grpc.ExchangeStub(channel).Subscribe(exchange_pb2.SubscribeRequest(), timeout=10))
         chunk = coordinator.join("alpha", "second")
         stale = chunk.chunk(0, coordinator.genesis, incarnation=1)
         with served.channel("alpha", 1) as channel, refused(grpc.StatusCode.ABORTED, "superseded"):
@@ -250,11 +263,13 @@ def test_a_superseded_process_is_refused_whatever_it_does(served: Served) -> Non
 def test_the_end_of_an_older_stream_does_not_take_the_new_one_with_it(served: Served) -> None:
     sessions = served.coordinator.sessions
     incarnation = sessions.join("alpha", TASK.digest, "first")
-    streams = []
+    streams: list[Generator[session_pb2.SessionEvent]] = []
     for _ in range(2):
         sessions.push("alpha", order())
-        streams.append(sessions.attend("alpha", incarnation, lambda: True))
-        next(streams[-1])
+        stream = sessions.attend("alpha", incarnation, lambda: True)
+        assert isinstance(stream, Generator)
+        next(stream)
+        streams.append(stream)
     older, newer = streams
     older.close()
     assert sessions.present() == ("alpha",)
@@ -264,10 +279,10 @@ def test_the_end_of_an_older_stream_does_not_take_the_new_one_with_it(served: Se
 
 def test_the_site_of_a_superseded_process_ends_by_name(served: Served, tmp_path: Path) -> None:
     with served.session("alpha", tmp_path / "one") as old, served.session("alpha", tmp_path / "two") as new:
-        old.join(TASK.digest)
+        old.join(TASK.digest, 0)
         old.attend(lambda status: None)
         eventually(lambda: served.coordinator.sessions.present() == ("alpha",))
-        new.join(TASK.digest)
+        new.join(TASK.digest, 0)
         assert (old.incarnation, new.incarnation) == (1, 2)
         with pytest.raises(RefusedError, match=r"the server refused: this process of agent alpha .* superseded"):
             list(old.orders())
@@ -335,7 +350,7 @@ def test_orders_of_an_agent_that_is_away_are_answered_with_an_error_after_the_gr
 def test_a_session_comes_back_after_its_stream_broke_and_gives_each_order_once(served: Served, tmp_path: Path) -> None:
     coordinator = served.coordinator
     with served.session("alpha", tmp_path / "alpha") as session:
-        joined = session.join(TASK.digest)
+        joined = session.join(TASK.digest, 0)
         assert (joined.open_step, joined.open_step_finished) == (0, False)
         session.attend(lambda status: None)
         orders = session.orders()
@@ -356,12 +371,19 @@ def test_a_session_comes_back_after_its_stream_broke_and_gives_each_order_once(s
         assert list(orders) == []
 
 
+def test_a_session_notices_a_server_that_has_forgotten_steps(served: Served, tmp_path: Path) -> None:
+    with served.session("alpha", tmp_path / "alpha") as session:
+        with pytest.raises(HacrlFedError, match=r"the server is at step 1 and was at step 3 before: start it with"):
+            session.join(TASK.digest, 2)
+        assert session.join(TASK.digest, 0).open_step == 0
+
+
 def test_a_session_reads_the_log_and_takes_it_up_again(served: Served, tmp_path: Path) -> None:
     coordinator = served.coordinator
     beta = coordinator.join("beta")
     with served.session("alpha", tmp_path / "alpha") as session:
-        session.join(TASK.digest)
-        coordinator.exchange.publish("beta", beta.chunk(0, coordinator.genesis))
+        session.join(TASK.digest, 0)
+        coordinator.exchange.publish("beta", beta.chunk(0, coordinator.genesis, final=True))
         events = session.subscribe(lambda: 0)
         first = next(events)
         with served.channel(
@@ -376,7 +398,7 @@ def test_a_closed_session_leaves_no_thread(served: Served, tmp_path: Path) -> No
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("session")]
 
     with served.session("alpha", tmp_path / "alpha") as session:
-        session.join(TASK.digest)
+        session.join(TASK.digest, 0)
         session.attend(lambda status: None)
         assert of_sessions()
     assert of_sessions() == []

@@ -212,11 +212,11 @@ def read_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def assert_one_sentence(ended: Ended, code: int, *words: str) -> None:
+def assert_one_sentence(ended: Ended, code: int, *words: str, opening: str = "error: ") -> None:
     """The command ended with the exit code, and with one sentence on stderr that holds the words."""
     assert ended.code == code, f"exit code {ended.code}, not {code}:\n{ended.output}"
     assert "Traceback" not in ended.output, ended.output
     lines = [line for line in ended.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1 and lines[0].startswith("error: "), ended.stderr
+    assert len(lines) == 1 and lines[0].startswith(opening), ended.stderr
     for word in words:
         assert word in lines[0], f"{word!r} is not in {lines[0]!r}"

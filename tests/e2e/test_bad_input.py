@@ -136,7 +136,7 @@ def test_server_refuses_a_folder_of_another_run(
     first = commands.start(*federation.server(config, free_address(), tmp_path))
     first.await_output("listening on")
     first.interrupt()
-    assert_one_sentence(first.wait(), 130, "resumes")
+    assert_one_sentence(first.wait(), 130, "resumes", opening="interrupted")
     ended = commands.run(*federation.server(config, free_address(), tmp_path, "--set", "steps=5"))
     assert_one_sentence(ended, 2, "another run configuration", "--run-dir")
 

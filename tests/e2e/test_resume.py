@@ -74,7 +74,8 @@ def undisturbed(
 ) -> Run:
     """A run that nothing happened to."""
     run = Run(commands, federation, tmp_path_factory.mktemp("undisturbed"), site_file)
-    for command in run.start("server", "a", "b"):
+    server, *clients = run.start("server", "a", "b")
+    for command in (*clients, server):
         command.succeed()
     run.assert_complete()
     return run
@@ -87,7 +88,7 @@ def run(commands: Commands, federation: Federation, site_file: Path, tmp_path: P
 
 
 def assert_interrupted(ended: Ended, folder: Path) -> None:
-    assert_one_sentence(ended, 130, "interrupted", f"--run-dir {folder} resumes")
+    assert_one_sentence(ended, 130, "interrupted", f"--run-dir {folder} resumes", opening="interrupted")
 
 
 def test_killed_client_goes_on_to_the_weights_of_an_undisturbed_run(run: Run, undisturbed: Run) -> None:
@@ -125,7 +126,8 @@ def test_ctrl_c_stops_client_and_server_and_the_same_commands_go_on(run: Run, un
     server.interrupt()
     assert_interrupted(server.wait(), run.folder / "server")
     assert not any(child.is_running() for child in children)
-    for command in [*run.start("server", "b"), a]:
+    server, b = run.start("server", "b")
+    for command in (a, b, server):
         command.succeed()
     run.assert_complete()
     assert_same_weights(run, undisturbed)
