@@ -102,18 +102,20 @@ def server(
     set_: Overrides = None,
 ) -> None:
     """Coordinates a run: takes signed rollouts, hands them on, closes each step by a signed manifest."""
+    from hacrl_fed.config import RunConfig, load
+    from hacrl_fed.protocol.identity import load_coordinator
     from hacrl_fed_server.coordinator import run_server
 
-    from hacrl_fed.config import RunConfig, load
-
+    tls = _server_tls(tls_cert, tls_key, client_ca, insecure)
+    loaded_roster, private_key = load_coordinator(roster, key)
     with _interruptible(f"the same command with --run-dir {run_dir} resumes"):
         run_server(
             run=load(RunConfig, config, set_),
-            roster_file=roster,
-            key_file=key,
+            roster=loaded_roster,
+            key=private_key,
             listen=listen,
             run_dir=run_dir,
-            tls=_server_tls(tls_cert, tls_key, client_ca, insecure),
+            tls=tls,
             allow_remote=insecure_allow_remote,
             console=Console(),
         )
@@ -139,11 +141,14 @@ def client(
 ) -> None:
     """Trains this site's model on its own rollouts and on those that the other agents share."""
     from hacrl_fed.config import SiteConfig, load
+    from hacrl_fed.protocol.identity import load_agent
 
     if insecure == (ca is not None):
         raise UserError("give --ca FILE for TLS, or --insecure for plain text on this machine, and not both")
     with _interruptible(f"the same command with --run-dir {run_dir} resumes"):
         site_config = load(SiteConfig, config, set_)
+        loaded_roster, private_key = load_agent(roster, key, agent)
+        tls = ClientTls(ca, *(_pair(client_cert, client_key, "--client-cert", "--client-key") or ())) if ca else None
         console = Console()
         # Takes seconds, in which Ctrl-C must work too.
         with console.status(f"{agent}: loading the training stack"):
@@ -153,10 +158,10 @@ def client(
             address=server,
             agent=agent,
             model=model,
-            roster_file=roster,
-            key_file=key,
+            roster=loaded_roster,
+            key=private_key,
             run_dir=run_dir,
-            tls=ClientTls(ca, *(_pair(client_cert, client_key, "--client-cert", "--client-key") or ())) if ca else None,
+            tls=tls,
             allow_remote=insecure_allow_remote,
             site_config=site_config,
             base_dir=config.parent if config else Path(),
@@ -242,9 +247,8 @@ def evaluate(
     set_: Overrides = None,
 ) -> None:
     """Measures a model's held-out accuracy on a task, greedy and sampled, as a site does before and after training."""
-    from hacrl_fed_client.evaluate import run_evaluation
-
     from hacrl_fed.config import SiteConfig, load
+    from hacrl_fed_client.evaluate import run_evaluation
 
     with _interruptible():
         run_evaluation(
@@ -268,11 +272,10 @@ def inspect(
     ] = None,
 ) -> None:
     """Shows what left a site, what a published rollout holds, and whether a server's chain of manifests verifies."""
-    from hacrl_fed_server.audit import audit_ledger, render_audit
-
     from hacrl_fed import inspection
     from hacrl_fed.protocol import roster as rosters
     from hacrl_fed.run_folder import open_run_folder
+    from hacrl_fed_server.audit import audit_ledger, render_audit
 
     console = Console()
     faults = []

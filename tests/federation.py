@@ -10,13 +10,6 @@ from typing import Any
 
 import grpc
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from hacrl_fed_client.egress import Egress
-from hacrl_fed_client.session import Session
-from hacrl_fed_server.exchange import Exchange
-from hacrl_fed_server.ledger import Ledger
-from hacrl_fed_server.services import ExchangeService, SessionService
-from hacrl_fed_server.sessions import Sessions
-from hacrl_fed_server.steps import Decision, StepBarrier
 
 from hacrl_fed import PROTOCOL_VERSION
 from hacrl_fed.config import RunConfig
@@ -28,6 +21,13 @@ from hacrl_fed.records import ChunkHeader, FinishReason, Manifest, Rollout, Samp
 from hacrl_fed.tasks.base import Prompt, Task, build_task
 from hacrl_fed.v1 import envelope_pb2, exchange_pb2, exchange_pb2_grpc, session_pb2_grpc
 from hacrl_fed.verifiers.exact import ExactVerifier
+from hacrl_fed_client.egress import Egress
+from hacrl_fed_client.session import Session
+from hacrl_fed_server.exchange import Exchange
+from hacrl_fed_server.ledger import Ledger
+from hacrl_fed_server.services import ExchangeService, SessionService
+from hacrl_fed_server.sessions import Sessions
+from hacrl_fed_server.steps import Decision, StepBarrier
 
 RUN = "demo"
 COORDINATOR, STRANGER = keys.generate(), keys.generate()

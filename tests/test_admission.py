@@ -6,12 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from federation import AGENT_KEYS, STRANGER, TASK, TOKENIZER_DIGEST, Author, rollout, roster_of
-from hacrl_fed_client.admission import Admission, AdmittedChunk, ChunkRefusedError, StepExpectation
-from hacrl_fed_client.retokenize import Retokenizer
-from test_retokenize import unigram
-from tiny_models import tiny_tokenizer
 
+from federation import AGENT_KEYS, STRANGER, TASK, TOKENIZER_DIGEST, Author, rollout, roster_of
 from hacrl_fed.config import WireLimits
 from hacrl_fed.protocol import digests, envelope
 from hacrl_fed.protocol.keys import key_id
@@ -21,6 +17,10 @@ from hacrl_fed.v1 import exchange_pb2
 from hacrl_fed.verifiers.base import Verdict
 from hacrl_fed.verifiers.exact import ExactVerifier
 from hacrl_fed.verifiers.pool import VerifierPool
+from hacrl_fed_client.admission import Admission, AdmittedChunk, ChunkRefusedError, StepExpectation
+from hacrl_fed_client.retokenize import Retokenizer
+from test_retokenize import unigram
+from tiny_models import tiny_tokenizer
 
 GENESIS, OTHER = digests.sha256_hex(b"genesis"), digests.sha256_hex(b"other")
 TOKENIZER = tiny_tokenizer()

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from hacrl_fed.config import AlgorithmConfig, Lora, Optimizer, SiteConfig
+from hacrl_fed.errors import HacrlFedError
 from hacrl_fed_client.checkpoint import Checkpoint, capture_random_state, latest, restore_random_state, save
 from hacrl_fed_client.policy import Policy
 from hacrl_fed_client.update import TrainingRollout, Updater
 from tiny_models import save_tiny
-
-from hacrl_fed.config import AlgorithmConfig, Lora, Optimizer, SiteConfig
-from hacrl_fed.errors import HacrlFedError
 
 torch.set_num_threads(1)
 EMPTY = Checkpoint(step=0, policy={}, optimizer={}, scheduler={}, random_state={}, extra={})

@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hacrl_fed_server import audit
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import END, save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hacrl_fed import cli, doctor, report, scoring
@@ -32,6 +30,8 @@ from hacrl_fed.tasks.registry import load_task
 from hacrl_fed.v1 import envelope_pb2, exchange_pb2, rollout_pb2
 from hacrl_fed.verifiers.base import Verdict
 from hacrl_fed.verifiers.pool import VerifierPool
+from hacrl_fed_server import audit
+from tiny_models import END, save_tiny
 
 torch.set_num_threads(1)
 STEPS = 2

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hacrl_fed_client import demo_models
-from hacrl_fed_client.demo_models import make_demo_model
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hacrl_fed.config import RunConfig, SimulationConfig, SiteConfig, load, parse
 from hacrl_fed.tasks import digit_maps
+from hacrl_fed_client import demo_models
+from hacrl_fed_client.demo_models import make_demo_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TASK = digit_maps.load()

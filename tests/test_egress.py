@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from hacrl_fed_client.egress import FILE_NAME, Egress
 
 from hacrl_fed.errors import HacrlFedError
+from hacrl_fed_client.egress import FILE_NAME, Egress
 
 
 def lines(folder: Path) -> list[dict[str, object]]:

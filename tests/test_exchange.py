@@ -7,13 +7,13 @@ from typing import Any
 
 import grpc
 import pytest
-from federation import AGENT_KEYS, RUN, STRANGER, TASK, Author, Coordinator, rollout, run_config, serving
-from hacrl_fed_server.refusal import CallRefusedError
 
+from federation import AGENT_KEYS, RUN, STRANGER, TASK, Author, Coordinator, rollout, run_config, serving
 from hacrl_fed.protocol import digests, envelope
 from hacrl_fed.protocol.keys import key_id
 from hacrl_fed.records import Participation, Rollout
 from hacrl_fed.v1 import envelope_pb2, exchange_pb2, exchange_pb2_grpc, rollout_pb2
+from hacrl_fed_server.refusal import CallRefusedError
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION

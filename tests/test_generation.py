@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from hacrl_fed_client.generation.base import Completion, cut_at_end
-from hacrl_fed_client.generation.hf import HfGenerator
-from hacrl_fed_client.policy import Policy
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import END, Family, save_tiny, tiny_tokenizer
 from transformers import GenerationConfig
 
 from hacrl_fed.config import Lora, SiteConfig
 from hacrl_fed.errors import UserError
 from hacrl_fed.records import FinishReason
+from hacrl_fed_client.generation.base import Completion, cut_at_end
+from hacrl_fed_client.generation.hf import HfGenerator
+from hacrl_fed_client.policy import Policy
+from tiny_models import END, Family, save_tiny, tiny_tokenizer
 
 torch.set_num_threads(1)
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14]]

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from federation import RUN, TASK, Coordinator, eventually, run_config
 from flwr.app import DEFAULT_TTL, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
-from hacrl_fed_server.grid import CoordinatorGrid
 
+from federation import RUN, TASK, Coordinator, eventually, run_config
 from hacrl_fed.protocol import flower
 from hacrl_fed.v1 import session_pb2
+from hacrl_fed_server.grid import CoordinatorGrid
 
 ALPHA, BETA = flower.node_id("alpha"), flower.node_id("beta")
 

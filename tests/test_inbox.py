@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from federation import COORDINATOR, RUN, STRANGER, TASK, Author, rollout, roster_of
-from hacrl_fed_client.admission import Admission, AdmittedChunk, AdmittedRollout, StepExpectation
-from hacrl_fed_client.inbox import Inbox
-from hacrl_fed_client.retokenize import Retokenizer
-from tiny_models import tiny_tokenizer
 
+from federation import COORDINATOR, RUN, STRANGER, TASK, Author, rollout, roster_of
 from hacrl_fed.config import WireLimits
 from hacrl_fed.errors import HacrlFedError
 from hacrl_fed.protocol import convert, digests, envelope
 from hacrl_fed.records import Manifest, ManifestEntry, Participation
 from hacrl_fed.v1 import exchange_pb2
 from hacrl_fed.verifiers.pool import VerifierPool
+from hacrl_fed_client.admission import Admission, AdmittedChunk, AdmittedRollout, StepExpectation
+from hacrl_fed_client.inbox import Inbox
+from hacrl_fed_client.retokenize import Retokenizer
+from tiny_models import tiny_tokenizer
 
 GENESIS, OTHER = digests.sha256_hex(b"genesis"), digests.sha256_hex(b"other")
 ROSTER = roster_of("alpha", "beta")

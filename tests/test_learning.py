@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from federation import TASK, rollout
-from hacrl_fed_client.admission import AdmittedRollout
-from hacrl_fed_client.learning import training_rollouts
 
+from federation import TASK, rollout
 from hacrl_fed.algorithms.baselines import gspo_advantages, naive_advantages
 from hacrl_fed.algorithms.hacpo import CapabilityTracker, HacpoConfig, capability_ratio, joint_advantages
 from hacrl_fed.config import AlgorithmConfig
+from hacrl_fed_client.admission import AdmittedRollout
+from hacrl_fed_client.learning import training_rollouts
 
 P, Q = TASK.train[:2]
 PROMPT_IDS = {P.id: (1, 2), Q.id: (3,)}

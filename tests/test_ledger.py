@@ -4,9 +4,9 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from hacrl_fed_server.ledger import Ledger, StoredChunk
 
 from hacrl_fed.errors import UserError
+from hacrl_fed_server.ledger import Ledger, StoredChunk
 
 IDENTITY = {"roster": "r" * 64, "run configuration": "c" * 64}
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hacrl_fed_client.policy import Policy
 from safetensors.torch import load_file, save_file
-from tiny_models import END, Family, save_tiny, tiny_model, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config
 
 from hacrl_fed.config import Lora, SiteConfig
 from hacrl_fed.errors import UserError
+from hacrl_fed_client.policy import Policy
+from tiny_models import END, Family, save_tiny, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
 FAMILIES: list[Family] = ["qwen3", "llama", "gpt2"]

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from federation import AGENT_KEYS, RUN, TASK, TOKENIZER_DIGEST, Coordinator, eventually, rollout, run_config, serving
-from hacrl_fed_client.admission import Admission, AdmittedRollout, StepExpectation
-from hacrl_fed_client.inbox import Inbox
-from hacrl_fed_client.publisher import OwnStep, Publisher
-from hacrl_fed_client.retokenize import Retokenizer
-from hacrl_fed_client.session import Session
-from tiny_models import tiny_tokenizer
 
+from federation import AGENT_KEYS, RUN, TASK, TOKENIZER_DIGEST, Coordinator, eventually, rollout, run_config, serving
 from hacrl_fed.config import WireLimits
 from hacrl_fed.errors import HacrlFedError, RefusedError
 from hacrl_fed.protocol import convert, digests
 from hacrl_fed.records import ChunkHeader, SamplingParameters
 from hacrl_fed.v1 import exchange_pb2
 from hacrl_fed.verifiers.pool import VerifierPool
+from hacrl_fed_client.admission import Admission, AdmittedRollout, StepExpectation
+from hacrl_fed_client.inbox import Inbox
+from hacrl_fed_client.publisher import OwnStep, Publisher
+from hacrl_fed_client.retokenize import Retokenizer
+from hacrl_fed_client.session import Session
+from tiny_models import tiny_tokenizer
 
 FIRST, SECOND = TASK.train[:2]
 TOKENIZER = tiny_tokenizer()

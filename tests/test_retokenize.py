@@ -3,14 +3,14 @@
 import json
 
 import pytest
-from hacrl_fed_client.retokenize import Retokenizer, tokenizer_digest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import END, MERGES, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hacrl_fed.records import FinishReason
+from hacrl_fed_client.retokenize import Retokenizer, tokenizer_digest
+from tiny_models import END, MERGES, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id

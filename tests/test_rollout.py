@@ -5,10 +5,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hacrl_fed_client.generation.hf import HfGenerator
-from hacrl_fed_client.policy import Policy
-from hacrl_fed_client.rollout import RolloutMaker
-from tiny_models import save_tiny
 
 from hacrl_fed.config import RunConfig, SiteConfig
 from hacrl_fed.errors import HacrlFedError
@@ -17,6 +13,10 @@ from hacrl_fed.records import FinishReason
 from hacrl_fed.tasks.base import Prompt
 from hacrl_fed.verifiers.base import Verdict
 from hacrl_fed.verifiers.pool import VerifierPool
+from hacrl_fed_client.generation.hf import HfGenerator
+from hacrl_fed_client.policy import Policy
+from hacrl_fed_client.rollout import RolloutMaker
+from tiny_models import save_tiny
 
 torch.set_num_threads(1)
 PROMPTS = [Prompt("the 12", "x"), Prompt("and", "y"), Prompt("him", "z")]

@@ -8,15 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from federation import TASK, WAIT_S, Coordinator, Served, eventually, run_config, serving
 from flwr.app import Context, Error, Message, MetricRecord, RecordDict
-from hacrl_fed_client.session import Session
-from hacrl_fed_server.app import build_server_app, run_stage, stages
-from hacrl_fed_server.grid import CoordinatorGrid
 
+from federation import TASK, WAIT_S, Coordinator, Served, eventually, run_config, serving
 from hacrl_fed.config import RunConfig
 from hacrl_fed.errors import HacrlFedError
 from hacrl_fed.protocol import flower
+from hacrl_fed_client.session import Session
+from hacrl_fed_server.app import build_server_app, run_stage, stages
+from hacrl_fed_server.grid import CoordinatorGrid
 
 Followed = tuple[str, int | str]
 RUN = run_config(steps=5, block_steps=2, evaluation={"prompts": 4}, deadlines={"rejoin_s": 0.5})

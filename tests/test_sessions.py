@@ -7,8 +7,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from federation import TASK, WAIT_S, Coordinator, Served, eventually, run_config, serving
 
+from federation import TASK, WAIT_S, Coordinator, Served, eventually, run_config, serving
 from hacrl_fed.config import RunConfig
 from hacrl_fed.errors import HacrlFedError, RefusedError
 from hacrl_fed.protocol import digests

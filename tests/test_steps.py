@@ -1,11 +1,11 @@
 """The step barrier, on a clock of the test's own."""
 
-from hacrl_fed_server.steps import Phase, StepBarrier
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hacrl_fed.config import Deadlines
+from hacrl_fed_server.steps import Phase, StepBarrier
 
 DEADLINES = Deadlines(join_s=100, step_s=50, rejoin_s=10, heartbeat_s=5, pause_s=1000)
 AGENTS = ("a", "b", "c")

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from hacrl_fed_client.batching import micro_batches
-from hacrl_fed_client.policy import Policy
-from hacrl_fed_client.update import TrainingRollout, Updater
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import END, save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from hacrl_fed.config import AlgorithmConfig, Lora, Optimizer, SiteConfig
 from hacrl_fed.errors import HacrlFedError
+from hacrl_fed_client.batching import micro_batches
+from hacrl_fed_client.policy import Policy
+from hacrl_fed_client.update import TrainingRollout, Updater
+from tiny_models import END, save_tiny, tiny_tokenizer
 
 torch.set_num_threads(1)
 OPTIMIZER = Optimizer(lr=1e-2, warmup_steps=0)

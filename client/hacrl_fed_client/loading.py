@@ -47,6 +47,8 @@ def load_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
         # transformers only logs this, and trains on from random weights.
         missing = sorted(report["missing_keys"])
         raise UserError(f"the model {name} lacks {len(missing)} weights, {missing[0]} first: download it again")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise UserError(f"the model {name} is quantised, and such weights cannot be trained here: name the original")
     model.eval()
     return model
 

@@ -17,8 +17,7 @@ from hacrl_fed.algorithms.hacpo import CapabilityTracker
 from hacrl_fed.algorithms.methods import METHODS
 from hacrl_fed.config import AlgorithmConfig, RunConfig, SiteConfig, merged_algorithm
 from hacrl_fed.errors import HacrlFedError, UserError
-from hacrl_fed.protocol import digests, flower, keys, transport
-from hacrl_fed.protocol import roster as rosters
+from hacrl_fed.protocol import digests, flower, transport
 from hacrl_fed.protocol.roster import Roster
 from hacrl_fed.records import SamplingParameters
 from hacrl_fed.run_folder import keep_json_lines, locked, read_json
@@ -57,8 +56,8 @@ def run_client(
     address: str,
     agent: str,
     model: str,
-    roster_file: Path,
-    key_file: Path,
+    roster: Roster,
+    key: Ed25519PrivateKey,
     run_dir: Path,
     tls: transport.ClientTls | None,
     allow_remote: bool,
@@ -74,12 +73,6 @@ def run_client(
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     # What can be wrong on this side is found out before anything leaves it.
-    roster = rosters.load(roster_file)
-    key = keys.load_private_key(key_file)
-    if keys.format_public_key(key.public_key()) != roster.agent(agent).public_key:
-        raise UserError(
-            f"{key_file} is not the key of agent {agent} in {roster_file}: give the one that the roster lists"
-        )
     server_address = transport.parse_address(address)
     load_tokenizer(model)
     shown = SiteConsole(console, agent)

@@ -15,8 +15,7 @@ from rich.live import Live
 
 from hacrl_fed.config import SHARING_METHODS, RunConfig
 from hacrl_fed.errors import HacrlFedError, UserError
-from hacrl_fed.protocol import digests, envelope, flower, keys, transport
-from hacrl_fed.protocol import roster as rosters
+from hacrl_fed.protocol import digests, envelope, flower, transport
 from hacrl_fed.protocol.roster import Roster
 from hacrl_fed.run_folder import locked
 from hacrl_fed.status import RunStatus, render
@@ -35,8 +34,8 @@ _FAREWELL_S = 30.0
 
 def run_server(
     run: RunConfig,
-    roster_file: Path,
-    key_file: Path,
+    roster: Roster,
+    key: Ed25519PrivateKey,
     listen: str,
     run_dir: Path,
     tls: transport.ServerTls | None,
@@ -44,12 +43,8 @@ def run_server(
     console: Console,
 ) -> None:
     """Serves a run until its last step is done. Raises UserError for what the user has to mend."""
-    roster = rosters.load(roster_file)
-    key = keys.load_private_key(key_file)
-    if keys.format_public_key(key.public_key()) != roster.coordinator:
-        raise UserError(f"{key_file} is not the key of the coordinator that {roster_file} names")
     if run.min_agents > len(roster.names):
-        raise UserError(f"min_agents is {run.min_agents}, and {roster_file} lists {len(roster.names)} agents")
+        raise UserError(f"min_agents is {run.min_agents}, and the roster lists {len(roster.names)} agents")
     with locked(run_dir):
         payload = run.model_dump_json().encode()
         identity = {"roster": roster.digest, "run configuration": digests.sha256_hex(payload)}

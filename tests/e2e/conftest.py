@@ -1,7 +1,6 @@
 """Keys, roster, certificates and tiny models that all end-to-end tests share, and the commands that they start."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import torch
 from processes import Commands, Federation
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import END, Family, tiny_model, tiny_tokenizer
 
 ANSWERS = ("3", "4", "5", "6", "7", "8")
