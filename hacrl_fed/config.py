@@ -133,7 +133,7 @@ class Optimizer(StrictModel):
     """AdamW, constant learning rate after a linear warm-up."""
 
     lr: float = Field(1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     weight_decay: float = Field(0.0, ge=0)
     warmup_steps: int = Field(10, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)

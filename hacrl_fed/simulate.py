@@ -27,7 +27,7 @@ from hacrl_fed.config import JsonLinesTask, SimulationConfig, SiteConfig, load
 from hacrl_fed.errors import HacrlFedError, InterruptedRunError, UserError
 from hacrl_fed.protocol import certs, keys
 from hacrl_fed.protocol import roster as rosters
-from hacrl_fed.status import RunStatus, render
+from hacrl_fed.status import RunStatus, line, render
 
 _POLL_S = 0.25
 _START_S = 60.0
@@ -225,14 +225,7 @@ def _watch(processes: list[_Process], server_folder: Path, console: Console) -> 
                 if console.is_terminal:
                     live.update(render(status), refresh=True)
                 elif shown is None or status.step != shown.step:
-                    rewards = ", ".join(
-                        f"{name} {agent.reward:.2f}"
-                        for name, agent in status.agents.items()
-                        if agent.reward is not None
-                    )
-                    console.print(
-                        f"{status.method}: step {status.step}/{status.steps}; rewards: {rewards or 'none yet'}"
-                    )
+                    console.print(line(status))
                 shown = status
             time.sleep(_POLL_S)
     for process in processes:

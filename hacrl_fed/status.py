@@ -59,6 +59,14 @@ class RunStatus:
         return cls(**{**data, "awaited": tuple(data["awaited"])}, agents=agents)
 
 
+def line(status: RunStatus) -> str:
+    """The same in one line, for a log."""
+    rewards = ", ".join(
+        f"{name} {agent.reward:.2f}" for name, agent in status.agents.items() if agent.reward is not None
+    )
+    return f"{status.method}: step {status.step}/{status.steps}; rewards: {rewards or 'none yet'}; {status.text}"
+
+
 def render(status: RunStatus) -> RenderableType:
     """A few lines for a terminal: how far the run is, who is awaited, and how each agent does."""
     table = Table.grid(padding=(0, 2))

@@ -33,10 +33,12 @@ _CALL_S = 30.0
 _PROBE_S = 10.0
 _HEARTBEAT_S = 5.0
 _TELL_AGAIN_S = 10.0
+_CHANNELS_KEPT = 4
 _THREADS = 4  # attending, heartbeats, reading the log, publishing
 _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 T = TypeVar("T")
+S = TypeVar("S", bound=grpc.RpcContext)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,9 @@ class Session:
         self._heartbeat_s = _HEARTBEAT_S
         self._connecting = threading.Lock()
         self._channel: grpc.Channel | None = None
-        self._retired: grpc.Channel | None = None  # the one before, which a call may still be about to use
+        self._retired: list[grpc.Channel] = []  # earlier ones, the newest of which a call may still be about to use
         self._closed = threading.Event()
+        self._streams: dict[str, grpc.RpcContext] = {}
         self._orders: queue.Queue[session_pb2.FlowerMessage | None] = queue.Queue()
         self._doing = (0, "starting")
         self._told_at = -_TELL_AGAIN_S
@@ -199,7 +202,7 @@ class Session:
             request = exchange_pb2.SubscribeRequest(first_step=first_step())
             self.egress.sent("Subscribe", request.ByteSize())
             try:
-                for event in self._exchange_stub().Subscribe(request):
+                for event in self._opened("Subscribe", self._exchange_stub().Subscribe(request)):
                     self.egress.received(event.ByteSize())
                     yield event
             except UnreachableError:
@@ -215,23 +218,34 @@ class Session:
         """Ends the session."""
         with self._connecting:
             self._closed.set()
-            for channel in (self._channel, self._retired):
-                if channel:
-                    channel.close()
+        for stream in list(self._streams.values()):
+            stream.cancel()  # type: ignore[no-untyped-call]
         self._threads.shutdown()
+        # Not before: a call that begins on a closed channel with interceptors crashes the whole process (grpcio 1.85).
+        for channel in filter(None, (*self._retired, self._channel)):
+            channel.close()
+
+    def _opened(self, method: str, stream: S) -> S:
+        """Remembers a stream that has begun, so that ``close`` can end it."""
+        self._streams[method] = stream
+        if self.is_closed:
+            stream.cancel()  # type: ignore[no-untyped-call]
+        return stream
 
     def _retire_channel(self) -> None:
         """Lets the next call open a new channel, which finds out anew whether the server's certificate is the same."""
         with self._connecting:
-            if self._retired:
-                self._retired.close()
-            self._retired, self._channel = self._channel, None
+            if self._channel:
+                self._retired.append(self._channel)
+                self._channel = None
+            while len(self._retired) > _CHANNELS_KEPT:
+                self._retired.pop(0).close()
 
     def _attend(self, on_status: Callable[[session_pb2.Status], None]) -> None:
         while not self._closed.is_set():
             try:
                 self.egress.sent("Attend", 0)
-                for event in self._session_stub().Attend(session_pb2.AttendRequest()):
+                for event in self._opened("Attend", self._session_stub().Attend(session_pb2.AttendRequest())):
                     self.egress.received(event.ByteSize())
                     match event.WhichOneof("event"):
                         case "order":
@@ -308,8 +322,7 @@ class Session:
         self._told_at = time.monotonic()
         self._tell(f"{why}; trying again for {max(0.0, self._connect_s - (state.seconds_since_start or 0.0)):.0f} s")
 
-    def _connected(self, stub: Callable[[grpc.Channel], T]) -> T:
-        # Under the lock of close(): making a stub of a closed channel crashes the whole process (grpcio 1.85).
+    def _connected(self) -> grpc.Channel:
         with self._connecting:
             if self._closed.is_set():
                 raise UnreachableError("the session has ended")
@@ -322,13 +335,13 @@ class Session:
                     timeout_s=min(_PROBE_S, self._connect_s),
                     insecure_allow_remote=self._allow_remote,
                 )
-            return stub(self._channel)
+            return self._channel
 
     def _session_stub(self) -> session_pb2_grpc.SessionStub:
-        return self._connected(session_pb2_grpc.SessionStub)
+        return session_pb2_grpc.SessionStub(self._connected())
 
     def _exchange_stub(self) -> exchange_pb2_grpc.ExchangeStub:
-        return self._connected(exchange_pb2_grpc.ExchangeStub)
+        return exchange_pb2_grpc.ExchangeStub(self._connected())
 
 
 class _PreconditionError(RefusedError):

@@ -18,7 +18,7 @@ from hacrl_fed.errors import HacrlFedError, UserError
 from hacrl_fed.protocol import digests, envelope, flower, transport
 from hacrl_fed.protocol.roster import Roster
 from hacrl_fed.run_folder import locked
-from hacrl_fed.status import RunStatus, render
+from hacrl_fed.status import RunStatus, line, render
 from hacrl_fed.v1 import exchange_pb2_grpc, session_pb2_grpc
 from hacrl_fed_server.app import build_server_app
 from hacrl_fed_server.exchange import Exchange
@@ -127,9 +127,12 @@ class _Coordinator:
                     self._exchange.changed.wait(_TICK_S)
                     continue
                 self._sessions.show(status)
-            shown = status
             status.write(self._run_dir)
-            live.update(render(status), refresh=True)
+            if live.console.is_terminal:
+                live.update(render(status), refresh=True)
+            elif shown is None or status.step != shown.step:
+                live.console.print(line(status))
+            shown = status
 
     def _status(self, address: str, decision: Decision) -> RunStatus:
         agents = self._sessions.agents()
