@@ -180,6 +180,7 @@ def _run_method(federation: _Federation, method: str, folder: Path, console: Con
         "agents": agents,
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+    console.print(f"{method}: {run.steps} steps of {len(agents)} agents in {summary['wall_s']:.0f} s")
     return summary
 
 
@@ -215,7 +216,7 @@ def _await_address(server: _Process, folder: Path) -> str:
 def _watch(processes: list[_Process], server_folder: Path, console: Console) -> None:
     """Shows the run until all processes have ended. Raises HacrlFedError for the first that fails."""
     shown = None
-    with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
+    with Live(console=console, auto_refresh=False, transient=True) as live:
         while any(process.popen.poll() is None for process in processes):
             for process in processes:
                 if process.popen.poll():

@@ -32,6 +32,7 @@ from hacrl_fed_client.egress import Egress
 _CALL_S = 30.0
 _PROBE_S = 10.0
 _HEARTBEAT_S = 5.0
+_LEAST_HEARTBEAT_S = 1.0  # between two, where there is news
 _TELL_AGAIN_S = 10.0
 _CHANNELS_KEPT = 4
 _THREADS = 4  # attending, heartbeats, reading the log, publishing
@@ -91,6 +92,7 @@ class Session:
         self._streams: dict[str, grpc.RpcContext] = {}
         self._orders: queue.Queue[session_pb2.FlowerMessage | None] = queue.Queue()
         self._doing = (0, "starting")
+        self._news = threading.Event()  # what the site is doing has changed
         self._told_at = -_TELL_AGAIN_S
         self._task_digest = ""
         self._open_step = 0
@@ -116,7 +118,7 @@ class Session:
         except (ValueError, UserError) as error:
             raise RefusedError(f"the server cannot be joined: {error}") from None
         self._message_bytes = run.message_bytes(len(self._roster.names))
-        self._heartbeat_s = min(_HEARTBEAT_S, run.deadlines.heartbeat_s / 3)
+        self._heartbeat_s = max(_LEAST_HEARTBEAT_S, min(_HEARTBEAT_S, run.deadlines.heartbeat_s / 3))
         self._retire_channel()  # the next one has the run's limits
         return run, payload
 
@@ -173,8 +175,9 @@ class Session:
         return self._closed.is_set()
 
     def doing(self, step: int, phase: str) -> None:
-        """What the next heartbeats say of this site."""
+        """What the heartbeats from now on say of this site."""
         self._doing = (step, phase)
+        self._news.set()
 
     def reply(self, message: session_pb2.FlowerMessage) -> None:
         """Answers an order."""
@@ -218,6 +221,7 @@ class Session:
         """Ends the session."""
         with self._connecting:
             self._closed.set()
+            self._news.set()
         for stream in list(self._streams.values()):
             stream.cancel()  # type: ignore[no-untyped-call]
         self._threads.shutdown()
@@ -271,7 +275,9 @@ class Session:
         self._tell("connected again")
 
     def _beat(self) -> None:
-        while not self._closed.wait(self._heartbeat_s):
+        while not self._closed.wait(_LEAST_HEARTBEAT_S):
+            self._news.wait(self._heartbeat_s - _LEAST_HEARTBEAT_S)
+            self._news.clear()
             step, phase = self._doing
             request = session_pb2.HeartbeatRequest(step=step, phase=phase)
             self.egress.sent("Heartbeat", request.ByteSize())
