@@ -78,7 +78,9 @@ def run_client(
     shown = SiteConsole(console, agent)
     with locked(run_dir), shown.running():
         if (run_dir / "summary.json").exists():
-            shown.tell(f"this run is complete already; the model is in {run_dir / 'model'}")
+            shown.tell(
+                f"this run is complete already; the model is in {run_dir / 'model'}; a new run needs another --run-dir"
+            )
             return
         with closing(Egress(run_dir, site_config.limits.egress_bytes_per_step)) as egress:
             session = Session(

@@ -51,7 +51,9 @@ def run_server(
         with closing(Ledger(run_dir / "ledger.sqlite", identity)) as ledger:
             (run_dir / "config.json").write_text(run.model_dump_json(indent=2), encoding="utf-8")
             if ledger.meta("complete"):
-                console.print(f"this run is complete already; see hacrl-fed inspect {run_dir}")
+                console.print(
+                    f"this run is complete already; see hacrl-fed inspect {run_dir}; a new run needs another --run-dir"
+                )
                 return
             coordinator = _Coordinator(run, roster, key, payload, ledger, run_dir)
             # A call holds a thread until its request is whole, and a stream until it ends. So many a connection may have
