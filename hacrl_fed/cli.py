@@ -335,8 +335,6 @@ def main() -> None:
     # Asks for sys.stderr at each line, so that what moves at the bottom of a terminal is not written over.
     handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-    # Its retries of a hub that cannot be reached say nothing that the error after them does not.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         app()
     except HacrlFedError as error:
@@ -362,7 +360,9 @@ def _interruptible(hint: str = "") -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    # SIGINT too: a shell has jobs in its background ignore it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
     try:
         yield
     except KeyboardInterrupt:

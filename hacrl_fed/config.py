@@ -287,7 +287,7 @@ def merged_algorithm(run: RunConfig, site: SiteConfig) -> AlgorithmConfig:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}  # all commented out
     except FileNotFoundError:
         raise UserError(f"there is no configuration file {path}") from None
     except (OSError, UnicodeDecodeError) as error:

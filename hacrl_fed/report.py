@@ -107,9 +107,9 @@ def _refusals(agents: Sequence[AgentRecord]) -> Table | None:
     table = _table("agent", "refused from", "reason", "times")
     table.columns[1].justify = table.columns[2].justify = "left"
     for agent in agents:
-        for key, times in sorted(agent.summary.get("refused", {}).items()):
-            source, _, reason = key.partition("/")
-            table.add_row(agent.name, source, reason, f"{times:,}")
+        for source, reasons in sorted(agent.summary.get("refused_by_agent", {}).items()):
+            for reason, times in sorted(reasons.items()):
+                table.add_row(agent.name, source, reason, f"{times:,}")
     return table if table.row_count else None
 
 

@@ -24,12 +24,13 @@ from rich.table import Table
 from rich.text import Text
 
 from hacrl_fed.config import JsonLinesTask, SimulationConfig, SiteConfig, load
-from hacrl_fed.errors import HacrlFedError, InterruptedRunError, UserError
+from hacrl_fed.errors import HacrlFedError, InterruptedRunError, RefusedError, UserError
 from hacrl_fed.protocol import certs, keys
 from hacrl_fed.protocol import roster as rosters
 from hacrl_fed.status import RunStatus, line, render
 
 _POLL_S = 0.25
+_NO_ADDRESS = "127.0.0.1:0"
 _START_S = 60.0
 _STOP_S = 30.0
 _MODEL_S = 600.0
@@ -157,15 +158,16 @@ def _run_method(federation: _Federation, method: str, folder: Path, console: Con
         processes.append(_start("server", server_arguments, folder / "server" / "server.log"))
         address = _await_address(processes[0], folder / "server")
         for name, agent in config.agents.items():
-            site_file = folder / "agents" / f"{name}.yaml"
-            site_file.parent.mkdir(exist_ok=True)
+            agent_folder = folder / "agents" / name
+            agent_folder.mkdir(parents=True, exist_ok=True)
+            site_file = agent_folder / "site.yaml"
             site_file.write_text(_rooted(agent.site, federation.base_dir).model_dump_json(indent=2), encoding="utf-8")
             arguments = [
                 *("client", "--server", address, "--agent", name, "--model", federation.models[name], *roster),
-                *("--key", str(files / f"agent-{name}.key"), "--run-dir", str(folder / "agents" / name)),
+                *("--key", str(files / f"agent-{name}.key"), "--run-dir", str(agent_folder)),
                 *("--ca", str(tls / "ca.pem"), "--config", str(site_file)),
             ]
-            processes.append(_start(f"agent {name}", arguments, folder / "agents" / f"{name}.log"))
+            processes.append(_start(f"agent {name}", arguments, agent_folder / "client.log"))
         _watch(processes, folder / "server", console)
     finally:
         _stop(processes)
@@ -209,6 +211,7 @@ def _await_address(server: _Process, folder: Path) -> str:
             return status.address
         if server.popen.poll() is not None:
             _check_ended(server)
+            return _NO_ADDRESS  # it was complete; what is left to do, the sites do alone
         time.sleep(0.05)
     raise HacrlFedError(f"the server did not start within {_START_S:.0f} s; see {server.log}")
 
@@ -242,7 +245,8 @@ def _check_ended(process: _Process) -> None:
             line for line in process.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
         ]
         last = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
-        raise HacrlFedError(f"{process.name}: {last} (log: {process.log})")
+        kind = {error.exit_code: error for error in (UserError, RefusedError)}.get(code, HacrlFedError)
+        raise kind(f"{process.name}: {last} (log: {process.log})")
 
 
 def _stop(processes: list[_Process]) -> None:

@@ -260,8 +260,9 @@ def test_report_of_a_simulation_says_what_its_summary_says(simulated, run):
         accuracies = [agent[when][mode] for mode in ("greedy", "sampled") for when in ("before", "after")]
         assert [float(cells[index]) for index in (1, 3, 4, 6)] == [round(accuracy, 3) for accuracy in accuracies]
         assert cells[-2:] == [str(agent["own_rollouts"]), str(agent["cross_rollouts"])]
-        for key, times in agent["refused"].items():
-            assert any(line.split() == [name, *key.split("/"), str(times)] for line in output.splitlines())
+        for source, reasons in agent["refused_by_agent"].items():
+            for reason, times in reasons.items():
+                assert any(line.split() == [name, source, reason, str(times)] for line in output.splitlines())
     assert "a ← b" in output
     assert max(map(len, output.splitlines())) <= 80
 

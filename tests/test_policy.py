@@ -298,3 +298,23 @@ def test_a_missing_folder_below_one_that_is_there_is_not_taken_for_a_hub_id(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="there is no model folder models/a"):
         load("models/a")
+
+
+def test_end_tokens_that_a_configuration_class_makes_up_are_dropped(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    end = AutoTokenizer.from_pretrained(folder).eos_token_id
+    model.generation_config = GenerationConfig(eos_token_id=[2, 50256])  # an ordinary byte, and none of this vocabulary
+    model.save_pretrained(folder)
+    assert load(folder).eos_ids == (end,)
+
+
+def test_a_chat_template_for_questions_only_will_do(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if message['role'] != 'user' %}{{ raise_exception('users only') }}{% endif %}"
+        "{{ message['content'] }}{% endfor %}"
+    )
+    policy = load(save_tiny(tmp_path, tokenizer=tokenizer))
+    assert policy.end_of_turn_id == tokenizer.eos_token_id
+    assert policy.render_prompt("the 12") == tokenizer.encode("the 12")

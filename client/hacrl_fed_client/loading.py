@@ -1,10 +1,14 @@
 """Loading a causal language model and its tokenizer from a folder or a hub id, with a clear sentence where it fails."""
 
+import socket
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import jinja2
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
@@ -16,6 +20,7 @@ from transformers import (
 
 from hacrl_fed.errors import UserError
 
+_HUB_S = 10.0
 # What transformers raises for a folder that is missing, incomplete, damaged or of an unknown architecture.
 _LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError, SafetensorError)
 
@@ -65,10 +70,14 @@ def take_eos_ids(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     candidates = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
     if generation_config is not None:
         candidates.append(generation_config.eos_token_id)
+    embeddings: Any = model.get_input_embeddings()
+    rows: int = embeddings.num_embeddings
     ids: list[int] = []
     for candidate in candidates:
         found = [candidate] if isinstance(candidate, int) else sorted(candidate or ())
-        ids.extend(token_id for token_id in found if token_id not in ids)
+        # A configuration class has defaults, which may be ordinary tokens of this vocabulary, or beyond it.
+        known = [token_id for token_id in found if token_id < rows and _may_end(tokenizer, token_id)]
+        ids.extend(token_id for token_id in known if token_id not in ids)
     if not ids:
         raise UserError(
             f"the model {name} names no end-of-sequence token: set eos_token in its tokenizer_config.json "
@@ -89,13 +98,19 @@ def render_chat(
         raise UserError(f"the chat template of {tokenizer.name_or_path} fails: {_one_line(error)}") from error
 
 
+def _may_end(tokenizer: PreTrainedTokenizerFast, token_id: int) -> bool:
+    own = tokenizer.eos_token_id
+    return own is None or token_id == own or token_id in tokenizer.added_tokens_decoder
+
+
 def _end_of_turn(tokenizer: PreTrainedTokenizerFast, eos_ids: list[int]) -> int:
     if tokenizer.chat_template is not None:
-        question = {"role": "user", "content": "x"}
+        question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
         asked = render_chat(tokenizer, [question], add_generation_prompt=False)
-        answered = render_chat(
-            tokenizer, [question, {"role": "assistant", "content": "x"}], add_generation_prompt=False
-        )
+        try:
+            answered = render_chat(tokenizer, [question, answer], add_generation_prompt=False)
+        except UserError:  # a template for questions only
+            return eos_ids[0]
         for token_id in answered[len(asked) :]:
             if token_id in eos_ids:
                 return token_id
@@ -108,12 +123,29 @@ def _check_exists(name: str) -> None:
         raise UserError(f"{name} is a file: name the model's folder")
     # A hub id is "name" or "owner/name"; whatever else is missing can only have been meant as a path.
     meant_as_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.is_dir())
-    if not path.exists() and meant_as_path:
-        raise UserError(f"there is no model folder {name}")
+    if not path.exists():
+        if meant_as_path:
+            raise UserError(f"there is no model folder {name}")
+        _check_hub(name)
     if path.is_dir() and (path / "adapter_config.json").is_file():
         raise UserError(f"{name} holds an adapter only: merge it into its model first (merge_and_unload of peft)")
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"{name} is no model folder: it holds no config.json")
+
+
+def _check_hub(name: str) -> None:
+    """Raises UserError where the hub has to be asked for a model and cannot be: its library would try for a minute."""
+    cached = try_to_load_from_cache(name, "config.json") is not None
+    if cached or constants.HF_HUB_OFFLINE or getproxies():
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), _HUB_S).close()
+    except OSError as error:
+        raise UserError(
+            f"there is no model folder {name} here, and the model hub {hub.hostname} cannot be reached"
+            f" ({error.strerror or error})"
+        ) from None
 
 
 def _one_line(error: BaseException) -> str:

@@ -106,7 +106,7 @@ class Policy:
         else:
             ids = list(self.tokenizer.encode(text))
             # Some tokenizers end every text; a completion would then follow the end.
-            while ids and ids[-1] in self.eos_ids:
+            while ids and ids[-1] == self.tokenizer.eos_token_id:
                 ids.pop()
         if not ids:
             raise UserError(f"the prompt {text!r} has no token in the tokenizer of {self.name}: give it some text")

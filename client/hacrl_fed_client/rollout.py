@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from hacrl_fed.config import RunConfig, SiteConfig
 from hacrl_fed.errors import HacrlFedError
 from hacrl_fed.protocol import convert
-from hacrl_fed.records import Rollout
+from hacrl_fed.records import FinishReason, Rollout
 from hacrl_fed.tasks.base import Prompt
 from hacrl_fed.verifiers.pool import VerifierPool
 from hacrl_fed_client.admission import AdmittedRollout
@@ -39,7 +39,7 @@ class RolloutMaker:
         self._config = config
         self._group_size = group_size
         self._policy = policy
-        self._retokenizer = Retokenizer(policy.tokenizer, policy.eos_ids)
+        self.retokenizer = Retokenizer(policy.tokenizer, policy.eos_ids)
         self._generator = generator
         self._verifiers = verifiers
         self._check = check
@@ -70,14 +70,14 @@ class RolloutMaker:
 
     def round_trip_share(self, rollouts: Sequence[AdmittedRollout]) -> float:
         """Share of own completions whose text gives the same ids again; peers learn from other ids in the others."""
-        same = self._retokenizer.round_trips([rollout.completion_ids for rollout in rollouts])
+        same = self.retokenizer.round_trips([rollout.completion_ids for rollout in rollouts])
         return sum(same) / len(same) if same else 1.0
 
     def _verified(
         self, batch: Sequence[tuple[Prompt, list[Completion]]], prompt_ids: Mapping[str, tuple[int, ...]]
     ) -> list[list[AdmittedRollout]]:
         rows = [(prompt, index, completion) for prompt, group in batch for index, completion in enumerate(group)]
-        texts = self._retokenizer.decode([completion.token_ids for _, _, completion in rows])
+        texts = self.retokenizer.decode([completion.token_ids for _, _, completion in rows])
         verdicts = self._verifiers.verify_all([(row[0], text) for row, text in zip(rows, texts, strict=True)])
         logp_sums = self._policy.score(
             [(prompt_ids[prompt.id], completion.token_ids) for prompt, _, completion in rows],
@@ -102,7 +102,7 @@ class RolloutMaker:
                 # Rounding may leave a certain completion a little above 0.
                 logp_sum=min(0.0, logp_sum),
                 token_count=len(completion.token_ids),
-                eos_only=not text and len(completion.token_ids) == 1,
+                eos_only=not text and len(completion.token_ids) == 1 and completion.finish_reason is FinishReason.STOP,
                 token_ids=completion.token_ids,
             )
             groups[prompt.id].append(AdmittedRollout(self._agent, rollout, completion.token_ids))

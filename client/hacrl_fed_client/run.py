@@ -1,7 +1,6 @@
 """The client process: checks the user's files, joins the run, puts the site together and follows the coordinator's orders."""
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from hacrl_fed.algorithms.hacpo import CapabilityTracker
 from hacrl_fed.algorithms.methods import METHODS
-from hacrl_fed.config import AlgorithmConfig, RunConfig, SiteConfig, merged_algorithm
+from hacrl_fed.config import AlgorithmConfig, RunConfig, SiteConfig, merged_algorithm, parse
 from hacrl_fed.errors import HacrlFedError, UserError
 from hacrl_fed.protocol import digests, flower, transport
 from hacrl_fed.protocol.roster import Roster
@@ -34,10 +33,12 @@ from hacrl_fed_client.generation.hf import HfGenerator
 from hacrl_fed_client.inbox import Inbox
 from hacrl_fed_client.loading import load_tokenizer
 from hacrl_fed_client.policy import Policy
+from hacrl_fed_client.progress import Progress
 from hacrl_fed_client.publisher import Publisher
 from hacrl_fed_client.retokenize import Retokenizer
 from hacrl_fed_client.session import Joined, Session
-from hacrl_fed_client.site import Exchanging, Progress, Site
+from hacrl_fed_client.site import Exchanging, Site
+from hacrl_fed_client.summary import FILE_NAME, write_summary
 from hacrl_fed_client.update import Updater
 
 
@@ -69,7 +70,6 @@ def run_client(
 
     ``base_dir`` is what relative paths in ``site_config`` are relative to.
     """
-    started = time.monotonic()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     # What can be wrong on this side is found out before anything leaves it.
@@ -77,12 +77,16 @@ def run_client(
     load_tokenizer(model)
     shown = SiteConsole(console, agent)
     with locked(run_dir), shown.running():
-        if (run_dir / "summary.json").exists():
+        if (run_dir / FILE_NAME).exists():
             shown.tell(
                 f"this run is complete already; the model is in {run_dir / 'model'}; a new run needs another --run-dir"
             )
             return
         with closing(Egress(run_dir, site_config.limits.egress_bytes_per_step)) as egress:
+            saved = checkpoint.latest(run_dir / "checkpoints")
+            if saved and _finish_alone(saved, run_dir, agent, model, site_config, egress):
+                shown.tell(f"this run is complete; the model is in {run_dir / 'model'}")
+                return
             session = Session(
                 server_address, tls, allow_remote, key, roster, agent, site_config.connect_s, egress, shown.tell
             )
@@ -95,7 +99,6 @@ def run_client(
                 _keep_config(run_dir, agent, model, genesis, run, site_config)
                 shown.doing(0, "loading the model")
                 policy = Policy.load(model, site_config, run.seed, with_reference=algorithm.kl_coef > 0)
-                saved = checkpoint.latest(run_dir / "checkpoints")
                 next_step = saved.step if saved else 0
                 shares = METHODS[algorithm.method].shares
                 joined = session.join(task.digest, next_step if shares else 0)
@@ -112,8 +115,7 @@ def run_client(
                     session.attend(shown.status)
                     with _told_apart():
                         _follow_orders(session, site, roster, agent)
-                    site.finish()
-                _write_summary(run_dir, joining, site, egress, policy, agent, time.monotonic() - started)
+                site.write_summary()  # again, with the last messages counted
     shown.tell(f"the run is complete; the model is in {run_dir / 'model'}, and hacrl-fed report {run_dir} tells more")
 
 
@@ -139,9 +141,8 @@ def _build_site(
         policy.load_trainable_state(saved.policy)
         updater.load_state(saved.optimizer, saved.scheduler)
         checkpoint.restore_random_state(saved.random_state)
-        state = dict(saved.extra)
-        tracker.load_state_dict(state.pop("capabilities"))
-        progress = Progress(**state)
+        tracker.load_state_dict(saved.extra["capabilities"])
+        progress = Progress(**saved.extra["progress"])
         session.egress.received(progress.received_bytes)
         shown.tell(f"resuming from the checkpoint before step {progress.next_step + 1}")
     # Steps after the checkpoint are learned from again, and reported again.
@@ -255,29 +256,18 @@ def _keep_config(run_dir: Path, agent: str, model: str, genesis: str, run: RunCo
     path.write_text(json.dumps(resolved, indent=2), encoding="utf-8")
 
 
-def _write_summary(
-    run_dir: Path, joining: _Joining, site: Site, egress: Egress, policy: Policy, agent: str, wall_s: float
-) -> None:
-    progress = site.progress
-    summary = {
-        "method": joining.algorithm.method,
-        "seed": joining.run.seed,
-        "steps": joining.run.steps,
-        "wall_s": round(wall_s, 3),
-        "agents": {
-            agent: {
-                "before": progress.evaluations.get("before", {}),
-                "after": progress.evaluations.get("after", {}),
-                "own_rollouts": progress.totals["own_rollouts"],
-                "cross_rollouts": progress.totals["cross_rollouts"],
-                "refused": dict(site.all_refused()),
-                "egress_bytes": egress.sent_bytes,
-                "ingress_bytes": egress.received_bytes,
-                "weight_bytes": policy.weight_bytes,
-                "reward_disagreements": site.reward_disagreements(),
-                "missing_chunks": progress.totals["missing_chunks"],
-                "prompts_too_long": progress.totals["prompts_too_long"],
-            }
-        },
-    }
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+def _finish_alone(
+    saved: checkpoint.Checkpoint, run_dir: Path, agent: str, model: str, site_config: SiteConfig, egress: Egress
+) -> bool:
+    """Writes model and summary where an earlier process did all steps, and the coordinator may be gone."""
+    run = parse(RunConfig, read_json(run_dir / "config.json").get("run", {}), str(run_dir / "config.json"))
+    progress = Progress(**saved.extra["progress"])
+    if not progress.is_last(run.steps, bool(run.evaluation.prompts)):
+        return False
+    policy = Policy.load(model, site_config, run.seed, with_reference=False)
+    policy.load_trainable_state(saved.policy)
+    policy.save_pretrained(run_dir / "model")
+    egress.received(progress.received_bytes)
+    method = merged_algorithm(run, site_config).method
+    write_summary(run_dir, agent, run, method, progress, egress, policy.weight_bytes)
+    return True

@@ -6,10 +6,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from hacrl_fed.algorithms.hacpo import CapabilityTracker
 from hacrl_fed.algorithms.methods import METHODS
@@ -27,10 +26,11 @@ from hacrl_fed_client.generation.base import Generator
 from hacrl_fed_client.inbox import ClosedStep, Inbox
 from hacrl_fed_client.learning import training_rollouts
 from hacrl_fed_client.policy import Policy
+from hacrl_fed_client.progress import Progress
 from hacrl_fed_client.publisher import OwnStep, Publisher
-from hacrl_fed_client.retokenize import Retokenizer
 from hacrl_fed_client.rollout import RolloutMaker
 from hacrl_fed_client.session import Joined, Session, StepClosedError
+from hacrl_fed_client.summary import write_summary
 from hacrl_fed_client.update import Updater
 
 _log = logging.getLogger(__name__)
@@ -38,26 +38,6 @@ _log = logging.getLogger(__name__)
 _FEW_LIVE = 0.2
 _ENOUGH_POSITIVES = 8  # to speak of a share of them
 _LENGTH_RATIO = 8  # of a peer's completion in this site's tokens to max_new_tokens, at most
-
-
-@dataclass
-class Progress:
-    """Where a site is; what its checkpoints hold beside the policy. ``genesis`` is the run's digest, which never changes."""
-
-    genesis: str
-    next_step: int
-    previous_manifest: str
-    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
-    totals: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
-    received_bytes: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain data, which ``Progress(**data)`` takes back."""
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
-
-    def __post_init__(self) -> None:
-        self.totals, self.refused = Counter(self.totals), Counter(self.refused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +78,6 @@ class Site:
         self._config = config
         self._task = task
         self._policy = policy
-        self._retokenizer = Retokenizer(policy.tokenizer, policy.eos_ids)
         self._generator = generator
         group_size = run.group_size * METHODS[algorithm.method].group_multiplier
         self._maker = RolloutMaker(agent, run, config, group_size, policy, generator, verifiers, check=session.check)
@@ -110,6 +89,9 @@ class Site:
         self.progress = progress
         self._run_dir = run_dir
         self._console = console
+        self._started = time.monotonic()
+        self._too_long: Counter[str] = Counter()
+        self._earlier = progress.as_json()  # counts of earlier processes
         self._prompt_limit = run.max_prompt_tokens
         if policy.context_length is not None:
             self._prompt_limit = min(self._prompt_limit, policy.context_length - run.max_new_tokens)
@@ -136,6 +118,7 @@ class Site:
         metrics: dict[str, float] = {}
         while self.progress.next_step < min(until_step, self._run.steps):
             metrics = self._step(self.progress.next_step) or metrics
+        self._finish_if_last()
         return metrics
 
     def evaluate(self, when: str) -> dict[str, float]:
@@ -143,6 +126,7 @@ class Site:
         if not self._run.evaluation.prompts:
             return {}
         if when in self.progress.evaluations:
+            self._finish_if_last()
             return self.progress.evaluations[when]
         prompts = self._task.held_out[: self._run.evaluation.prompts]
         prompt_ids = self._prompt_ids(prompts)
@@ -155,7 +139,7 @@ class Site:
                 prompts,
                 prompt_ids,
                 self._generator,
-                self._retokenizer,
+                self._maker.retokenizer,
                 self._verifiers,
                 self._run.max_new_tokens,
                 self._seed("evaluation"),
@@ -166,12 +150,28 @@ class Site:
         self.progress.evaluations[when] = accuracies
         self._console.evaluated(when, accuracies)
         self._save()
+        self._finish_if_last()
         return accuracies
 
-    def finish(self) -> None:
-        """Writes the final model and the summary."""
-        self._doing("saving the model")
-        self._policy.save_pretrained(self._run_dir / "model")
+    def _finish_if_last(self) -> None:
+        """Writes the final model and the summary, before the coordinator is told that all is done and may end."""
+        if self.progress.is_last(self._run.steps, bool(self._run.evaluation.prompts)):
+            self._doing("saving the model")
+            self._policy.save_pretrained(self._run_dir / "model")
+            self.write_summary()
+
+    def write_summary(self) -> None:
+        """Writes what the run comes to so far."""
+        self._count()
+        write_summary(
+            self._run_dir,
+            self._agent,
+            self._run,
+            self._algorithm.method,
+            self.progress,
+            self._session.egress,
+            self._policy.weight_bytes,
+        )
 
     def _step(self, step: int) -> dict[str, float] | None:
         """One step; None where it was closed while this site was away, and nothing is learned from it."""
@@ -197,8 +197,9 @@ class Site:
         generated_at = time.monotonic()
         metrics = self._learn(step, rollouts, prompt_ids)
         metrics |= {"rollout_s": generated_at - started, "update_s": time.monotonic() - generated_at}
-        self._advance(step, manifest)
+        # Before the checkpoint: a step that is learned from again is reported again, and none is left out.
         self._report(step, metrics)
+        self._advance(step, manifest)
         return metrics
 
     def _share(
@@ -235,7 +236,7 @@ class Site:
             if prompt is not None and length <= longest and len(prompt) + length <= context:
                 kept.append(admitted)
             elif prompt is not None:
-                self.progress.refused[f"{admitted.source}/length"] += 1
+                self._too_long[f"{admitted.source}/length"] += 1
         return kept
 
     def _roll_out(
@@ -290,33 +291,32 @@ class Site:
         self._console.stepped(step, metrics)
 
     def _save(self) -> None:
-        progress = self.progress.as_json() | {"refused": dict(self.all_refused())}
-        progress["capabilities"] = self._tracker.state_dict()
-        progress["received_bytes"] = self._session.egress.received_bytes
+        self._count()
         state = checkpoint.Checkpoint(
             step=self.progress.next_step,
             policy=self._policy.trainable_state(),
             optimizer=self._updater.optimizer.state_dict(),
             scheduler=self._updater.scheduler.state_dict(),
             random_state=checkpoint.capture_random_state(),
-            extra=progress,
+            extra={"progress": self.progress.as_json(), "capabilities": self._tracker.state_dict()},
         )
         checkpoint.save(self._run_dir / "checkpoints", state, self._config.keep_checkpoints)
 
-    def all_refused(self) -> Counter[str]:
-        """Refusals by "agent/reason", of this process and of the earlier ones that its checkpoint knows of."""
-        refused = Counter(self.progress.refused)
-        if self._exchanging:
-            # A copy: the reading thread goes on counting.
-            for (agent, reason), count in list(self._exchanging.admission.refused.items()):
-                refused[f"{agent}/{reason}"] += count
+    def _count(self) -> None:
+        """Brings the progress's counts up to now: those of earlier processes, and this one's."""
+        refused, disagreements = Counter(self._earlier["refused"]), Counter(self._earlier["reward_disagreements"])
+        refused += self._too_long
         for reason, count in self._maker.left_out.items():
             refused[f"{self._agent}/{reason}"] += count
-        return +refused  # without zeros
-
-    def reward_disagreements(self) -> dict[str, int]:
-        """Rollouts of each peer whose reward this site found to be another one."""
-        return dict(self._exchanging.admission.reward_disagreements) if self._exchanging else {}
+        if self._exchanging:
+            admission = self._exchanging.admission
+            # Copies: the reading thread goes on counting.
+            for (agent, reason), count in list(admission.refused.items()):
+                refused[f"{agent}/{reason}"] += count
+            disagreements.update(dict(admission.reward_disagreements))
+        self.progress.refused, self.progress.reward_disagreements = +refused, disagreements
+        self.progress.received_bytes = self._session.egress.received_bytes
+        self.progress.wall_s = self._earlier["wall_s"] + time.monotonic() - self._started
 
     def _prompt_ids(self, prompts: tuple[Prompt, ...]) -> dict[str, tuple[int, ...]]:
         """Rendered prompts by id, without those that are too long in this site's tokens."""

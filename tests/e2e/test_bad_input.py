@@ -209,6 +209,7 @@ CLIENT_CASES: dict[str, tuple[Callable[[Given], list[str]], int, list[str]]] = {
         ["'c'", "not in the roster", "a, b"],
     ),
     "no model": (lambda given: given.with_option("--model", "./none"), 2, ["no model folder ./none"]),
+    "no such hub id": (lambda given: given.with_option("--model", "no-such-model"), 2, ["no-such-model"]),
     "broken model": (
         lambda given: given.with_option("--model", given.broken_model()),
         2,

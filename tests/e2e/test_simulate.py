@@ -1,6 +1,7 @@
 """A whole federation by one command, with two tiny models of different architecture and tokenizer."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,21 @@ def test_another_configuration_in_the_same_folder_is_refused(
     assert_one_sentence(ended, 2, str(run_dir), "another configuration", "--run-dir")
 
 
+def test_what_was_lost_at_the_very_end_is_made_up_for_without_the_server(
+    commands: Commands, config: Path, run_dir: Path, finished: Ended
+) -> None:
+    before = read_json(run_dir / "agents" / "b" / "summary.json")["agents"]["b"]
+    shutil.rmtree(run_dir / "agents" / "b" / "model")
+    for path in (run_dir / "agents" / "b" / "summary.json", run_dir / "summary.json"):
+        path.unlink()
+    commands.start("simulate", "--config", config, "--run-dir", run_dir).succeed()
+    AutoModelForCausalLM.from_pretrained(run_dir / "agents" / "b" / "model")
+    after = read_json(run_dir / "agents" / "b" / "summary.json")["agents"]["b"]
+    counted = ("before", "after", "own_rollouts", "cross_rollouts", "refused", "egress_bytes")
+    assert {key: after[key] for key in counted} == {key: before[key] for key in counted}
+    assert read_json(run_dir / "summary.json")["agents"]["b"] == after
+
+
 @pytest.mark.parametrize(("method", "shares"), [("naive", True), ("gspo", False)])
 def test_other_methods(commands: Commands, config: Path, tmp_path: Path, method: str, shares: bool) -> None:
     folder = tmp_path / "run"
@@ -118,4 +134,4 @@ def test_unknown_method_is_refused(commands: Commands, config: Path, tmp_path: P
 def test_fault_of_an_agent_is_told_and_ends_the_run(commands: Commands, config: Path, tmp_path: Path) -> None:
     arguments = ("simulate", "--config", config, "--run-dir", tmp_path / "run")
     ended = commands.run(*arguments, "--set", "run.task=sudoku")
-    assert_one_sentence(ended, 1, "agent ", "sudoku", ".log")
+    assert_one_sentence(ended, 2, "agent ", "sudoku", ".log")
