@@ -137,7 +137,7 @@ def test_a_bad_override_is_told(tmp_path: Path, override: str, sentence: str) ->
     [
         (b"steps: [", "is not YAML"),
         (b"- a\n- b", "must hold keys and values, not list"),
-        (b"", "must hold keys and values, not NoneType"),
+        (b"# steps: 3", "key task is missing"),
         (b"\xff\xfe\x00", "cannot be read"),
     ],
 )

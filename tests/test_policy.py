@@ -300,13 +300,15 @@ def test_a_missing_folder_below_one_that_is_there_is_not_taken_for_a_hub_id(
         load("models/a")
 
 
-def test_end_tokens_that_a_configuration_class_makes_up_are_dropped(tmp_path: Path) -> None:
+def test_end_tokens_beyond_the_vocabulary_are_dropped(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder)
     end = AutoTokenizer.from_pretrained(folder).eos_token_id
-    model.generation_config = GenerationConfig(eos_token_id=[2, 50256])  # an ordinary byte, and none of this vocabulary
+    model.generation_config = GenerationConfig(
+        eos_token_id=[2, 50256]
+    )  # the latter is the default of a GPT-2 configuration
     model.save_pretrained(folder)
-    assert load(folder).eos_ids == (end,)
+    assert load(folder).eos_ids == (end, 2)
 
 
 def test_a_chat_template_for_questions_only_will_do(tmp_path: Path) -> None:

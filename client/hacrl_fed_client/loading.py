@@ -75,8 +75,8 @@ def take_eos_ids(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     ids: list[int] = []
     for candidate in candidates:
         found = [candidate] if isinstance(candidate, int) else sorted(candidate or ())
-        # A configuration class has defaults, which may be ordinary tokens of this vocabulary, or beyond it.
-        known = [token_id for token_id in found if token_id < rows and _may_end(tokenizer, token_id)]
+        # A configuration class has defaults, which may lie beyond this vocabulary.
+        known = [token_id for token_id in found if token_id < rows]
         ids.extend(token_id for token_id in known if token_id not in ids)
     if not ids:
         raise UserError(
@@ -96,11 +96,6 @@ def render_chat(
         return list(tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, return_dict=False))
     except jinja2.TemplateError as error:
         raise UserError(f"the chat template of {tokenizer.name_or_path} fails: {_one_line(error)}") from error
-
-
-def _may_end(tokenizer: PreTrainedTokenizerFast, token_id: int) -> bool:
-    own = tokenizer.eos_token_id
-    return own is None or token_id == own or token_id in tokenizer.added_tokens_decoder
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerFast, eos_ids: list[int]) -> int:
