@@ -128,6 +128,17 @@ def test_every_ending_id_stops_and_is_part_of_the_completion(tmp_path: Path, pad
         assert completion.finish_reason is FinishReason.STOP or len(completion.token_ids) == 4
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+def test_without_any_ending_id_completions_end_by_length(tmp_path: Path, family: Family) -> None:
+    policy = load(save_tiny(tmp_path, family, tokenizer=tiny_tokenizer(eos=None), scale=0.5))
+    assert policy.eos_ids == ()
+    for completion in (c for group in generate(policy, PROMPTS, 30, 5) for c in group):
+        assert completion.finish_reason is FinishReason.LENGTH and len(completion.token_ids) == 5
+    for prompt, [completion] in zip(PROMPTS, generate(policy, PROMPTS, 1, 3, greedy=True), strict=True):
+        probs = next_token_probs(policy, prompt)
+        assert completion.token_ids[0] == int(probs.argmax())
+
+
 def test_dropout_is_off(tmp_path: Path) -> None:
     for name, policy in [
         ("whole", load(save_tiny(tmp_path / "whole", "gpt2", scale=0.5))),

@@ -8,12 +8,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    ByT5Tokenizer,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TorchAoConfig,
+)
 
 from hacrl_fed.config import Lora, SiteConfig
 from hacrl_fed.errors import UserError
 from hacrl_fed_client.policy import Policy
-from tiny_models import END, Family, save_tiny, tiny_model, tiny_tokenizer
+from tiny_models import CHAT_TEMPLATE, END, Family, save_tiny, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
 FAMILIES: list[Family] = ["qwen3", "llama", "gpt2"]
@@ -89,7 +99,7 @@ def test_a_prompt_is_rendered_by_the_chat_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pad", [END, None])
 def test_pad_may_equal_eos_or_be_missing(tmp_path: Path, pad: str | None) -> None:
     policy = load(save_tiny(tmp_path, tokenizer=tiny_tokenizer(pad=pad)))
-    eos = policy.end_of_turn_id
+    eos = policy.eos_ids[0]
     logps, mask = policy.token_logps([([5, eos, 6], [7, eos]), ([5], [eos])])
     assert mask.tolist() == [[True, True], [True, False]]
     assert (logps[mask] < 0).all()
@@ -102,19 +112,107 @@ def test_ending_ids_are_the_union_of_all_three_sources(tmp_path: Path) -> None:
     GenerationConfig(eos_token_id=[11, 7]).save_pretrained(tmp_path)
     policy = load(folder)
     assert policy.eos_ids == (policy.tokenizer.eos_token_id, 7, 11)
-    assert policy.end_of_turn_id == policy.tokenizer.convert_tokens_to_ids(END)
+    assert policy.eos_ids[0] == policy.tokenizer.convert_tokens_to_ids(END)
 
 
-def test_a_model_without_any_ending_id_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_model_without_any_ending_id_trains_and_says_so_once(
+    tmp_path: Path, chat: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = load(save_tiny(tmp_path / "first", tokenizer=tiny_tokenizer(eos=None, chat=chat)))
+    assert policy.eos_ids == ()
+    [warning] = caplog.messages
+    assert "can only end at max_new_tokens" in warning and "eos_token" in warning
+    assert policy.render_prompt("the 12")
+    policy.save_pretrained(tmp_path / "saved")
+    assert GenerationConfig.from_pretrained(tmp_path / "saved").eos_token_id is None
+    again = load(str(tmp_path / "saved"))
+    assert again.eos_ids == () and again.tokenizer_digest == policy.tokenizer_digest
+
+
+def test_a_tokenizer_written_in_python_trains(tmp_path: Path) -> None:
+    policy = load(save_tiny(tmp_path / "first", "llama", tokenizer=ByT5Tokenizer()))
+    assert policy.eos_ids == (1,)
+    # Its encode() ends every text, which a prompt must not.
+    assert policy.render_prompt("ab") == [100, 101]
+    policy.save_pretrained(tmp_path / "saved")
+    again = load(str(tmp_path / "saved"))
+    assert again.tokenizer_digest == policy.tokenizer_digest and again.eos_ids == policy.eos_ids
+    assert isinstance(AutoTokenizer.from_pretrained(tmp_path / "saved"), ByT5Tokenizer)
+    policy.tokenizer.chat_template = CHAT_TEMPLATE
+    assert policy.tokenizer.decode(policy.render_prompt("ab")).startswith("<|im_start|>user\nab")
+
+
+@pytest.fixture(params=["torchao", "bitsandbytes_8bit", "bitsandbytes_4bit"])
+def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A folder with a quantised tiny model, by a library that runs on CPUs, where it is installed."""
+    pytest.importorskip(request.param.partition("_")[0])
+    if request.param == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        how: TorchAoConfig | BitsAndBytesConfig = TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        bits = request.param.partition("_")[2]
+        how = BitsAndBytesConfig(**{f"load_in_{bits}": True}, bnb_4bit_compute_dtype=torch.float32)
     tokenizer = tiny_tokenizer()
-    model = tiny_model("qwen3", tokenizer)
-    model.config.eos_token_id = None
-    model.generation_config = GenerationConfig()
-    tokenizer.eos_token = None
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="no end-of-sequence token: set eos_token"):
-        load(str(tmp_path))
+    # Four bits are packed in blocks of 64 weights.
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    original = tmp_path / "original"
+    config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, initializer_range=0.1, **shape)
+    LlamaForCausalLM(config).save_pretrained(original)
+    model = AutoModelForCausalLM.from_pretrained(original, quantization_config=how, device_map="cpu")
+    model.save_pretrained(tmp_path / "quantised")
+    tokenizer.save_pretrained(tmp_path / "quantised")
+    return str(tmp_path / "quantised")
+
+
+def gradients(policy: Policy) -> list[torch.Tensor]:
+    for parameter in policy.parameters():
+        parameter.grad = None
+    logps, mask = policy.token_logps(SEQUENCES, gradient=True)
+    (-logps[mask].mean()).backward()
+    return [parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None]
+
+
+def test_generation_and_scoring_leave_the_gradient_of_quantised_weights_as_it_was(quantised: str) -> None:
+    policy = load(quantised, lora=Lora(r=4))
+    perturb(policy)
+    before = gradients(policy)
+    policy.token_logps(SEQUENCES)
+    torch.testing.assert_close(gradients(policy), before)
+    with torch.no_grad(), policy.forward_context(training=False) as model:
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
+    torch.testing.assert_close(gradients(policy), before)
+
+
+def test_quantised_weights_train_by_an_adapter_which_is_what_is_saved(quantised: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is quantised, .*: set lora"):
+        load(quantised)
+    policy = load(quantised, lora=Lora(r=4))
+    before, mask = policy.token_logps(SEQUENCES)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    for _ in range(3):
+        gradients(policy)
+        optimizer.step()
+    after, _ = policy.token_logps(SEQUENCES)
+    assert after[mask].mean() > before[mask].mean() + 0.1
+    torch.testing.assert_close(policy.token_logps(SEQUENCES, reference=True)[0], before)
+    policy.save_pretrained(tmp_path / "saved")
+    assert "adapter" in (tmp_path / "saved" / "README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    AutoTokenizer.from_pretrained(tmp_path / "saved")
+    with torch.no_grad():  # there by kernels that round otherwise
+        torch.testing.assert_close(full_logps(model, *SEQUENCES[0]), after[0][mask[0]].double(), atol=0.02, rtol=0)
+
+
+def test_quantised_weights_that_this_machine_cannot_load_are_told_in_one_sentence(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantisation = {"quant_method": "aqlm", "in_group_size": 8}  # its library needs a GPU
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
+    with pytest.raises(UserError, match=r"does not load: .*it is quantised: mend that, or name the original") as caught:
+        load(folder, lora=Lora(r=4))
+    assert "\n" not in str(caught.value)
 
 
 def test_what_does_not_load_is_told_in_one_sentence(tmp_path: Path) -> None:
@@ -261,7 +359,7 @@ def test_the_end_of_turn_is_what_the_chat_template_ends_an_answer_with(tmp_path:
     model.generation_config = GenerationConfig(eos_token_id=[end_of_turn, tokenizer.eos_token_id])
     model.save_pretrained(folder)
     policy = load(folder)
-    assert policy.end_of_turn_id == end_of_turn
+    assert policy.eos_ids[0] == end_of_turn
     assert set(policy.eos_ids) == {end_of_turn, tokenizer.eos_token_id}
 
 
@@ -318,5 +416,5 @@ def test_a_chat_template_for_questions_only_will_do(tmp_path: Path) -> None:
         "{{ message['content'] }}{% endfor %}"
     )
     policy = load(save_tiny(tmp_path, tokenizer=tokenizer))
-    assert policy.end_of_turn_id == tokenizer.eos_token_id
+    assert policy.eos_ids[0] == tokenizer.eos_token_id
     assert policy.render_prompt("the 12") == tokenizer.encode("the 12")

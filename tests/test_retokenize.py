@@ -1,12 +1,14 @@
 """Retokenising: peer text gives ordinary ids only, own ids survive or are counted."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from hacrl_fed.records import FinishReason
 from hacrl_fed_client.retokenize import Retokenizer, tokenizer_digest
@@ -20,6 +22,51 @@ ADDED = set(TOKENIZER.added_tokens_decoder)
 SPECIAL_TEXTS = st.sampled_from(
     ["<|im_end|>", "<|im_start|>", "<think>", "<|pad|>", "</s>", "<unk>", " ", "the", "<", "|"]
 )
+
+
+class WordTokenizer(PreTrainedTokenizer):
+    """Written in Python, and finds special tokens in ordinary text as whole pieces: words, runs of signs, white space."""
+
+    def __init__(self, words: list[str], **settings: object) -> None:
+        self._ids = {word: token_id for token_id, word in enumerate(words)}
+        super().__init__(words=words, **settings)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {**self._ids, **self.added_tokens_encoder}
+
+    def _tokenize(self, text: str, **_: object) -> list[str]:
+        return re.findall(r"<[^<>]*>|\w+|\s|.", text)
+
+    def _convert_token_to_id(self, token: str) -> int:
+        if self.unk_token is None:
+            return self._ids[token]
+        return self._ids.get(token, self._ids[str(self.unk_token)])
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return next(word for word, token_id in self._ids.items() if token_id == index)
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return "".join(tokens)
+
+
+def words(**settings: object) -> WordTokenizer:
+    tokenizer = WordTokenizer([*"abc <>|/_", "</s>", "<unk>", "think", "<think>", "the"], **settings)
+    tokenizer.add_tokens(["<think>", "<new>"])
+    return tokenizer
+
+
+def byt5() -> ByT5Tokenizer:
+    tokenizer = ByT5Tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["~", "<|im_end|>"]})
+    tokenizer.add_tokens(["<think>"])
+    return tokenizer
+
+
+SLOW = {"bytes": byt5(), "words": words(eos_token="</s>"), "unknown": words(eos_token="</s>", unk_token="<unk>")}
 
 
 def llama_like(*, merges_make_eos: bool) -> PreTrainedTokenizerFast:
@@ -157,3 +204,71 @@ def test_a_digest_does_not_depend_on_how_merges_are_written() -> None:
         tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token=END, pad_token="<|pad|>"
     )
     assert tokenizer_digest(old, (EOS,)) == tokenizer_digest(TOKENIZER, (EOS,))
+
+
+@pytest.mark.parametrize("name", SLOW)
+@given(data=st.data())
+def test_no_peer_text_gives_a_hidden_id_of_a_tokenizer_written_in_python(name: str, data: st.DataObject) -> None:
+    tokenizer = SLOW[name]
+    hidden = set(tokenizer.added_tokens_decoder)
+    spellings = st.sampled_from([*tokenizer.added_tokens_encoder, "the", " ", "<", "a", "~"])
+    text = data.draw(st.lists(spellings | st.text(st.characters(exclude_categories=("Cs", "Cc")))).map("".join))
+    retokenizer = Retokenizer(tokenizer, (tokenizer.eos_token_id,))
+    [ids] = retokenizer.encode([text], [False])
+    assert not hidden.intersection(ids)
+    # No ids for what it cannot express; else they are the text's.
+    assert ids == [] or retokenizer.decode([ids]) == [text]
+    assert ids == [] or retokenizer.reads_as(ids, text, FinishReason.LENGTH)
+    if name == "bytes" and "~" not in text:
+        assert len(ids) == len(text.encode())
+    assert retokenizer.encode([text], [True]) == [[*ids, tokenizer.eos_token_id] if ids or not text else []]
+
+
+def test_text_that_a_tokenizer_written_in_python_cannot_express_has_no_ids() -> None:
+    for name in ("words", "unknown"):
+        retokenizer = Retokenizer(SLOW[name], (SLOW[name].eos_token_id,))
+        texts = ["a b", "é", "</s>", "<think>", "a <unk>", "the <", "<new>"]
+        encoded = retokenizer.encode(texts, [True] * len(texts))
+        known = name == "words"  # where <unk> is a word like others
+        assert [bool(ids) for ids in encoded] == [True, False, False, False, known, True, False]
+        assert retokenizer.decode(encoded)[0] == "a b" and encoded[0][-1] == SLOW[name].eos_token_id
+    # A single character that is a special token, in a tokenizer of bytes.
+    assert Retokenizer(SLOW["bytes"], (1,)).encode(["a~", "a"], [False, False]) == [[], [100]]
+
+
+def test_own_completions_of_a_tokenizer_written_in_python() -> None:
+    tokenizer = SLOW["bytes"]
+    retokenizer = Retokenizer(tokenizer, (tokenizer.eos_token_id,))
+    think, beyond = tokenizer.convert_tokens_to_ids("<think>"), len(tokenizer) + 5
+    completions = [[100, 101, 1], [100, think], [100, beyond, 101], [1], [198, 172], [198]]
+    assert retokenizer.decode(completions) == ["ab", "a<think>", "ab", "", "é", ""]
+    assert retokenizer.round_trips(completions) == [True, False, False, True, True, False]
+    assert retokenizer.reads_as([100, 1], "a", FinishReason.STOP)
+    assert not retokenizer.reads_as([100, think], "a<think>", FinishReason.LENGTH)
+    assert not retokenizer.reads_as([100, beyond], "a", FinishReason.LENGTH)
+
+
+def test_the_digest_of_a_tokenizer_written_in_python_is_that_of_its_vocabulary(tmp_path: Path) -> None:
+    digest = tokenizer_digest(byt5(), (1,))
+    byt5().save_pretrained(tmp_path)
+    assert digest == tokenizer_digest(ByT5Tokenizer.from_pretrained(tmp_path), (1,))
+    others = [
+        tokenizer_digest(byt5(), ()),
+        tokenizer_digest(ByT5Tokenizer(), (1,)),
+        tokenizer_digest(words(eos_token="</s>"), (1,)),
+        tokenizer_digest(words(), (1,)),
+        tokenizer_digest(WordTokenizer(["b", "a"]), (1,)),
+        tokenizer_digest(WordTokenizer(["a", "b"]), (1,)),
+    ]
+    assert len({digest, *others}) == 7
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, SLOW["bytes"]], ids=["fast", "slow"])
+def test_without_any_ending_id_nothing_is_appended(tokenizer: PreTrainedTokenizer | PreTrainedTokenizerFast) -> None:
+    retokenizer = Retokenizer(tokenizer, ())
+    finished, cut, empty = retokenizer.encode(["ab", "ab", ""], [True, False, True])
+    assert finished == cut and len(cut) == 2 and empty == []
+    assert retokenizer.decode([cut]) == ["ab"]
+    assert retokenizer.round_trips([cut]) == [True]
+    assert retokenizer.reads_as(cut, "ab", FinishReason.LENGTH)
+    assert not retokenizer.reads_as(cut, "ab", FinishReason.STOP)

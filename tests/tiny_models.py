@@ -11,14 +11,17 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizer,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 Family = Literal["qwen3", "llama", "gpt2"]
+AnyTokenizer = PreTrainedTokenizer | PreTrainedTokenizerFast
 
 END = "<|im_end|>"
+ANSWERS = ("3", "4", "5", "6", "7", "8")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -27,11 +30,14 @@ MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("1", "2"), ("a", "n"), ("an",
 
 
 def tiny_tokenizer(
-    merges: list[tuple[str, str]] = MERGES, chat: bool = True, pad: str | None = "<|pad|>"
+    merges: list[tuple[str, str]] = MERGES,
+    chat: bool = True,
+    pad: str | None = "<|pad|>",
+    eos: str | None = END,
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE: 256 bytes, the merges, then <|im_start|>, <|im_end|> (EOS) and <think> (added, not special).
 
-    ``pad`` may be a token of its own, END (pad equals EOS) or None.
+    ``pad`` may be a token of its own, END (pad equals EOS) or None; ``eos`` END or None.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = alphabet + [left + right for left, right in merges]
@@ -40,15 +46,13 @@ def tiny_tokenizer(
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_start|>", END])
     backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=pad)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, pad_token=pad)
     if chat:
         tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def tiny_model(
-    family: Family, tokenizer: PreTrainedTokenizerFast, seed: int = 0, scale: float = 0.1
-) -> PreTrainedModel:
+def tiny_model(family: Family, tokenizer: AnyTokenizer, seed: int = 0, scale: float = 0.1) -> PreTrainedModel:
     """A random model of ``family`` in float32; ``scale`` is the standard deviation of its initial weights."""
     vocab_size = len(tokenizer)
     eos = tokenizer.eos_token_id
@@ -89,7 +93,7 @@ def save_tiny(
     folder: Path,
     family: Family = "qwen3",
     *,
-    tokenizer: PreTrainedTokenizerFast | None = None,
+    tokenizer: AnyTokenizer | None = None,
     seed: int = 0,
     scale: float = 0.1,
 ) -> str:
@@ -98,3 +102,31 @@ def save_tiny(
     tiny_model(family, tokenizer, seed, scale).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def teach_digits(model: PreTrainedModel, tokenizer: AnyTokenizer) -> None:
+    """A second of supervised training to answer each prompt with some digit, so that some rewards are 1 and some 0.
+
+    Then comes the end of sequence; where there is none, a run of dots.
+    """
+    prompts = [f"A digit for {number}?" for number in range(12)]
+    prompts += [f"State the final answer to the following arithmetic problem: {n} + {12 - n} =" for n in range(12)]
+    eos = tokenizer.eos_token_id
+    end = tokenizer.encode("." * 8, add_special_tokens=False) if eos is None else [eos]
+    rows = []
+    for index, prompt in enumerate(prompts):
+        chat = [{"role": "user", "content": prompt}]
+        ids = (
+            tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            if tokenizer.chat_template
+            else tokenizer.encode(prompt, add_special_tokens=False)
+        )
+        rows.append((list(ids), [*tokenizer.encode(ANSWERS[index % len(ANSWERS)], add_special_tokens=False), *end]))
+    width = max(len(prompt) + len(answer) for prompt, answer in rows)
+    input_ids = torch.tensor([p + a + [0] * (width - len(p) - len(a)) for p, a in rows])
+    labels = torch.tensor([[-100] * len(p) + a + [-100] * (width - len(p) - len(a)) for p, a in rows])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(25):
+        model(input_ids=input_ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()

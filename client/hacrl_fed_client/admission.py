@@ -35,7 +35,7 @@ class ChunkRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRollout:
-    """A rollout that passed: its reward is the site's own, its ids are the learner's (the end-of-turn token included)."""
+    """A rollout that passed: its reward is the site's own, its ids are the learner's (its end-of-turn token included)."""
 
     source: str
     rollout: Rollout

@@ -1,5 +1,6 @@
 """Loading a causal language model and its tokenizer from a folder or a hub id, with a clear sentence where it fails."""
 
+import logging
 import socket
 from pathlib import Path
 from typing import Any, cast
@@ -11,60 +12,78 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizer,
     PreTrainedTokenizerFast,
 )
 
 from hacrl_fed.errors import UserError
+from hacrl_fed_client.retokenize import AnyTokenizer
+
+_log = logging.getLogger(__name__)
 
 _HUB_S = 10.0
 # What transformers raises for a folder that is missing, incomplete, damaged or of an unknown architecture.
 _LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError, SafetensorError)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """Raises UserError where the tokenizer does not load, is missing, or has no form that the `tokenizers` library runs."""
+def load_tokenizer(name: str) -> AnyTokenizer:
+    """Raises UserError where the tokenizer does not load or is missing, or is none of transformers' own kinds."""
     _check_exists(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer: object = AutoTokenizer.from_pretrained(name)  # annotated without mistral-common's
     except _LOAD_ERRORS as error:
         raise UserError(f"the tokenizer of {name} does not load: {_one_line(error)}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise UserError(f"the tokenizer of {name} has no fast form: save it with a tokenizer.json beside the model")
+    if not isinstance(tokenizer, PreTrainedTokenizerFast | PreTrainedTokenizer):
+        # mistral-common's: it has neither a table of added tokens nor a chat template that can be asked for.
+        raise UserError(
+            f"the tokenizer of {name} ({type(tokenizer).__name__}) cannot be used: save it with a tokenizer.json beside it"
+        )
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
         # For a folder without tokenizer files transformers makes up an empty one.
         raise UserError(f"{name} holds no tokenizer: save the model's own beside it")
     return tokenizer
 
 
-def load_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in ``dtype``, in eval mode, on the CPU. Raises UserError where it does not load or lacks weights."""
+def is_quantised(config: PreTrainedConfig) -> bool:
+    """Whether a model's weights are quantised, and so can only be trained by an adapter on top of them."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def load_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model in ``dtype``, in eval mode. Raises UserError where it does not load or lacks weights."""
     _check_exists(name)
+    placement = {}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
+        if is_quantised(AutoConfig.from_pretrained(name)):
+            placement["device_map"] = device  # some quantised weights cannot be moved once they are loaded
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True, **placement)
     except _LOAD_ERRORS as error:
-        raise UserError(f"the model {name} does not load: {_one_line(error)}") from error
+        remedy = "; it is quantised: mend that, or name the original model" if placement else ""
+        raise UserError(f"the model {name} does not load: {_one_line(error)}{remedy}") from error
     model, report = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     if report["missing_keys"]:
         # transformers only logs this, and trains on from random weights.
         missing = sorted(report["missing_keys"])
         raise UserError(f"the model {name} lacks {len(missing)} weights, {missing[0]} first: download it again")
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise UserError(f"the model {name} is quantised, and such weights cannot be trained here: name the original")
     model.eval()
+    if not placement:
+        torch.nn.Module.to(model, device)
     return model
 
 
-def take_eos_ids(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
-    """Ids that end a completion: the end of turn, then the others, ascending.
+def take_eos_ids(name: str, model: PreTrainedModel, tokenizer: AnyTokenizer) -> tuple[int, ...]:
+    """Ids that end a completion: the end of turn, then the others, ascending; none where none is named, with a warning.
 
     They are the union of those of the tokenizer, of the model's configuration and of its generation configuration. The
     end of turn is the one of them that the chat template puts after an assistant's answer, else the tokenizer's own. The
     generation configuration is then replaced by one that holds nothing else: its sampling settings must never reach a
-    rollout. Raises UserError where there is none.
+    rollout.
     """
     generation_config = model.generation_config
     candidates = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
@@ -79,18 +98,19 @@ def take_eos_ids(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
         known = [token_id for token_id in found if token_id < rows]
         ids.extend(token_id for token_id in known if token_id not in ids)
     if not ids:
-        raise UserError(
-            f"the model {name} names no end-of-sequence token: set eos_token in its tokenizer_config.json "
-            "or eos_token_id in its generation_config.json"
+        _log.warning(
+            "the model %s names no end-of-sequence token, so its completions can only end at max_new_tokens: if it has one, "
+            "set eos_token in its tokenizer_config.json or eos_token_id in its generation_config.json",
+            name,
         )
+        model.generation_config = GenerationConfig()
+        return ()
     end_of_turn = _end_of_turn(tokenizer, ids)
     model.generation_config = GenerationConfig(eos_token_id=ids, pad_token_id=end_of_turn)
     return (end_of_turn, *sorted(token_id for token_id in ids if token_id != end_of_turn))
 
 
-def render_chat(
-    tokenizer: PreTrainedTokenizerFast, chat: list[dict[str, str]], add_generation_prompt: bool
-) -> list[int]:
+def render_chat(tokenizer: AnyTokenizer, chat: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
     """Ids of a conversation by the tokenizer's chat template. Raises UserError where the template refuses it."""
     try:
         return list(tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, return_dict=False))
@@ -98,7 +118,7 @@ def render_chat(
         raise UserError(f"the chat template of {tokenizer.name_or_path} fails: {_one_line(error)}") from error
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerFast, eos_ids: list[int]) -> int:
+def _end_of_turn(tokenizer: AnyTokenizer, eos_ids: list[int]) -> int:
     if tokenizer.chat_template is not None:
         question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
         asked = render_chat(tokenizer, [question], add_generation_prompt=False)

@@ -12,13 +12,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from hacrl_fed.config import Lora, SiteConfig
 from hacrl_fed.errors import HacrlFedError, UserError
 from hacrl_fed_client.batching import micro_batches
-from hacrl_fed_client.loading import load_model, load_tokenizer, render_chat, take_eos_ids
-from hacrl_fed_client.retokenize import tokenizer_digest
+from hacrl_fed_client.loading import is_quantised, load_model, load_tokenizer, render_chat, take_eos_ids
+from hacrl_fed_client.retokenize import AnyTokenizer, tokenizer_digest
 
 NOT_FINITE = (
     "the model gives log-probs that are not finite: its weights are damaged, or training has diverged; go back to an earlier "
@@ -37,7 +37,7 @@ class Policy:
 
     Attributes:
         name: the folder or hub id it was loaded from.
-        eos_ids: ids that end a completion, the end of turn first.
+        eos_ids: ids that end a completion, the end of turn first; none where the model names none.
         tokenizer_digest: equal for policies that read each other's ids alike.
         context_length: tokens of prompt and completion together, or None where the model has no limit.
     """
@@ -46,7 +46,7 @@ class Policy:
         self,
         name: str,
         model: PreTrainedModel | PeftModel,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: AnyTokenizer,
         eos_ids: tuple[int, ...],
         reference: PreTrainedModel | None,
         autocast: bool,
@@ -58,6 +58,7 @@ class Policy:
         self.device = next(model.parameters()).device
         self._model = model
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        self._quantised = is_quantised(base.config)
         self._reference = reference
         self._autocast = autocast
         self.context_length: int | None = getattr(base.config.get_text_config(), "max_position_embeddings", None)
@@ -70,26 +71,26 @@ class Policy:
         ``seed`` is that of LoRA's initial weights. ``with_reference`` keeps what the KL needs: a frozen copy of full
         weights; with LoRA it costs nothing. In bfloat16, full weights stay in float32 and only the arithmetic is
         bfloat16 (small updates would be rounded away); with LoRA the frozen weights are bfloat16 and the adapter
-        float32. Raises UserError where the model, its tokenizer, the device or LoRA's target modules do not fit.
+        float32. Quantised weights stay as they are, below the adapter. Raises UserError where the model, its tokenizer, the
+        device or LoRA's target modules do not fit, or where quantised weights would be trained.
         """
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = _device(config.device)
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
         tokenizer = load_tokenizer(name)
-        base = load_model(name, dtype if config.lora else torch.float32)
+        base = load_model(name, dtype if config.lora else torch.float32, device)
+        if is_quantised(base.config) and config.lora is None:
+            raise UserError(
+                f"the model {name} is quantised, and such weights cannot be trained themselves: set lora (--set lora.r=16) "
+                "to train an adapter on top of them, or name the original model"
+            )
         eos_ids = take_eos_ids(name, base, tokenizer)
-        torch.nn.Module.to(base, device)
         if config.lora is not None:
             model = _with_lora(name, base, config.lora, seed)
             return cls(name, model, tokenizer, eos_ids, reference=None, autocast=False)
         reference = copy.deepcopy(base).requires_grad_(False) if with_reference else None
         return cls(name, base, tokenizer, eos_ids, reference, autocast=dtype is not torch.float32)
-
-    @property
-    def end_of_turn_id(self) -> int:
-        """The id that is appended to a peer's finished completion."""
-        return self.eos_ids[0]
 
     @property
     def weight_bytes(self) -> int:
@@ -156,14 +157,21 @@ class Policy:
         self, sequences: Sequence[PromptAndCompletion], micro_batch_tokens: int, check: Callable[[], None]
     ) -> list[float]:
         """Summed log-prob of each completion, in nats, without gradient. ``check`` is called between micro-batches."""
-        sums = [0.0] * len(sequences)
+        logps = self.completion_logps(sequences, micro_batch_tokens, check)
+        return [float(logps_T.double().sum()) for logps_T in logps]
+
+    def completion_logps(
+        self, sequences: Sequence[PromptAndCompletion], micro_batch_tokens: int, check: Callable[[], None]
+    ) -> list[Tensor]:
+        """Log-probs (T_i,) float32 of each completion's tokens, in nats, on the CPU. As ``score``."""
+        logps = [torch.empty(0)] * len(sequences)
         lengths = [len(prompt) + len(completion) for prompt, completion in sequences]
         for batch in micro_batches(lengths, micro_batch_tokens):
             check()
             logps_BT, _ = self.token_logps([sequences[i] for i in batch])
-            for index, total in zip(batch, logps_BT.double().sum(-1).tolist(), strict=True):
-                sums[index] = total
-        return sums
+            for index, logps_T in zip(batch, logps_BT.cpu(), strict=True):
+                logps[index] = logps_T[: len(sequences[index][1])]
+        return logps
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that are trained."""
@@ -188,15 +196,26 @@ class Policy:
     def save_pretrained(self, folder: Path) -> None:
         """Writes a folder that from_pretrained loads: whole weights, LoRA merged into them, tokenizer, model card.
 
-        Its generation configuration names the ending tokens only. Raises HacrlFedError where it cannot be written.
+        Its generation configuration names the ending tokens only. Nothing is merged into quantised weights, since that
+        would round them anew: the folder then holds the adapter, which names its model. Raises HacrlFedError where it
+        cannot be written.
         """
         model: Any = self._model
-        if isinstance(model, PeftModel):
+        settings = {}
+        if self._quantised:
+            # For from_pretrained, whatever folder it is called in.
+            source = Path(self.name).expanduser()
+            model.peft_config["default"].base_model_name_or_path = (
+                str(source.resolve()) if source.exists() else self.name
+            )
+            # Else peft may ask the hub whether the vocabulary has grown.
+            settings["save_embedding_layers"] = False
+        elif isinstance(model, PeftModel):
             # Merged on a copy, so that the policy can still be used.
             model = copy.deepcopy(model).merge_and_unload()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, **settings)
             self.tokenizer.save_pretrained(folder)
             (folder / "README.md").write_text(self._model_card(), encoding="utf-8")
         except (OSError, SafetensorError) as error:
@@ -226,6 +245,8 @@ class Policy:
     def _model_card(self) -> str:
         base = Path(self.name).name
         how = "LoRA, merged into the weights" if isinstance(self._model, PeftModel) else "all weights"
+        if self._quantised:
+            how = "LoRA; its weights are quantised, so this folder holds the adapter, which from_pretrained puts on top of it"
         return (
             "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
             "tags:\n- reinforcement-learning\n- hacrl-fed\n---\n\n"
@@ -264,4 +285,10 @@ def _with_lora(name: str, model: PreTrainedModel, lora: Lora, seed: int) -> Peft
         except ValueError as error:
             raise UserError(f"lora.target_modules do not fit {name}: {error}") from error
     adapted.eval()
+    if is_quantised(model.config):
+        # In eval mode, quantisation libraries take kernels (bitsandbytes on CPUs: repacks 4-bit weights for good) through
+        # which no gradient flows, without a word. Layers without parts use the mode for nothing else, but for dropout.
+        for module in model.modules():
+            if not isinstance(module, torch.nn.Dropout):
+                module.training = not any(module.children())
     return adapted

@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from processes import Commands, Federation
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tiny_models import END, Family, tiny_model, tiny_tokenizer
-
-ANSWERS = ("3", "4", "5", "6", "7", "8")
+from tiny_models import ANSWERS, END, Family, teach_digits, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +39,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
     families: dict[str, tuple[Family, int]] = {"a": ("qwen3", 1), "b": ("llama", 2)}
     for name, (family, seed) in families.items():
         model = tiny_model(family, tokenizers[name], seed)
-        _teach_digits(model, tokenizers[name])
+        teach_digits(model, tokenizers[name])
         model.save_pretrained(models[name])
         tokenizers[name].save_pretrained(models[name])
     yield Federation(folder, models)
@@ -82,26 +79,3 @@ def site_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "site.yaml"
     path.write_text(json.dumps(site))  # JSON is YAML
     return path
-
-
-def _teach_digits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A second of supervised training to answer each prompt with some digit, so that some rewards are 1 and some 0."""
-    prompts = [f"A digit for {number}?" for number in range(12)]
-    prompts += [f"State the final answer to the following arithmetic problem: {n} + {12 - n} =" for n in range(12)]
-    rows = []
-    for index, prompt in enumerate(prompts):
-        chat = [{"role": "user", "content": prompt}]
-        ids = (
-            tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-            if tokenizer.chat_template
-            else tokenizer.encode(prompt)
-        )
-        rows.append((list(ids), [*tokenizer.encode(ANSWERS[index % len(ANSWERS)]), tokenizer.eos_token_id]))
-    width = max(len(prompt) + len(answer) for prompt, answer in rows)
-    input_ids = torch.tensor([p + a + [0] * (width - len(p) - len(a)) for p, a in rows])
-    labels = torch.tensor([[-100] * len(p) + a + [-100] * (width - len(p) - len(a)) for p, a in rows])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(25):
-        model(input_ids=input_ids, labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()

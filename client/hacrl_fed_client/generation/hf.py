@@ -10,6 +10,8 @@ from hacrl_fed.errors import HacrlFedError, UserError
 from hacrl_fed_client.generation.base import Completion, cut_at_end
 from hacrl_fed_client.policy import NOT_FINITE, Policy
 
+_PAD = 0
+
 
 class HfGenerator:
     """Generates in batches of at most ``rows`` completions, each batch left-padded to its longest prompt."""
@@ -38,9 +40,9 @@ class HfGenerator:
             top_k=0,
             num_beams=1,
             repetition_penalty=1.0,
-            eos_token_id=list(self._policy.eos_ids),
+            eos_token_id=list(self._policy.eos_ids) or None,
             # Fills finished rows; they are cut at their first ending token, so its value is never read.
-            pad_token_id=self._policy.end_of_turn_id,
+            pad_token_id=_PAD,
         )
         return self._batches(rows, samples, config, seed)
 
@@ -60,7 +62,7 @@ class HfGenerator:
         policy = self._policy
         width = max(len(row) for row in rows)
         # Masks from lengths: the padding's id may be an ordinary token's.
-        input_ids = [[policy.end_of_turn_id] * (width - len(row)) + list(row) for row in rows]
+        input_ids = [[_PAD] * (width - len(row)) + list(row) for row in rows]
         attention_mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
         devices = [policy.device] if policy.device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices), policy.forward_context(training=False) as model:
