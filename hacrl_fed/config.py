@@ -16,9 +16,9 @@ from hacrl_fed.algorithms.config import HacpoConfig
 from hacrl_fed.errors import UserError
 from hacrl_fed.records import check_digest, check_name
 
-MethodName = Literal["hacpo", "gspo", "gspo_x2", "naive"]
+MethodName = Literal["hacpo", "gspo", "gspo_x2", "grpo", "naive", "naive_own", "sapo"]
 METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
-SHARING_METHODS = frozenset({"hacpo", "naive"})
+SHARING_METHODS = frozenset({"hacpo", "naive", "naive_own", "sapo"})
 
 Seconds = Annotated[float, Field(gt=0)]
 

@@ -16,10 +16,12 @@ from hacrl_fed.algorithms.hacpo import (
     CapabilityTracker,
     HacpoConfig,
     capability_ratio,
+    foreign_sources,
     hacpo_loss,
     joint_advantages,
     k3_kl,
-    live_mask,
+    scaled_update_index,
+    sequence_ratios,
 )
 
 torch.set_num_threads(1)
@@ -57,6 +59,10 @@ def loss_and_gradient(rows: Rows, update_index: int, config: HacpoConfig, loss=h
     value, metrics = loss(leaf, *rows.arguments()[1:], update_index, config)
     (gradient,) = torch.autograd.grad(value, leaf)
     return value.detach(), gradient, metrics
+
+
+def live_rows(rows: Rows, update_index: float = 0) -> list[bool]:
+    return (loss_and_gradient(rows, update_index, HacpoConfig())[1] != 0).any(-1).tolist()
 
 
 def padded(token_logps: list[list[float]], dtype: torch.dtype, filler: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -136,8 +142,9 @@ def test_loss_and_gradient_of_the_vectors(case, dtype, tolerance):
     assert loss.dtype == dtype
     assert loss.item() == pytest.approx(expected["loss"], abs=tolerance)
     torch.testing.assert_close(gradient.double(), wanted, rtol=0, atol=tolerance)
-    live = live_mask(*rows.arguments(), case["update_index"], config)
-    assert live.tolist() == (wanted != 0).any(-1).tolist()
+    metrics = loss_and_gradient(rows, case["update_index"], config)[2]
+    live = (wanted != 0).any(-1) & ~rows.is_self
+    assert metrics[hacpo.CROSS_POSITIVE_LIVE] + metrics[hacpo.CROSS_NEGATIVE_LIVE] == live.sum()
 
 
 # --- Against a second, slow implementation, rollout by rollout ---
@@ -376,11 +383,10 @@ def test_micro_batches_weighed_by_their_share_give_the_mini_batch(seed, sizes, c
 
 @settings(deadline=None)
 @given(SEEDS, st.integers(1, 12), st.integers(0, 12), CONFIGS)
-def test_live_rows_are_those_with_a_gradient_and_the_metrics_count_them(seed, count, update_index, config):
+def test_the_metrics_count_the_rows_with_a_gradient(seed, count, update_index, config):
     rows = random_rows(seed, count)
     _, gradient, metrics = loss_and_gradient(rows, update_index, config)
-    live = live_mask(*rows.arguments(), update_index, config)
-    assert live.tolist() == (gradient != 0).any(-1).tolist()
+    live = (gradient != 0).any(-1)
     cross, A = ~rows.is_self, rows.advantages
     assert metrics[hacpo.SELF_SEQUENCES] == rows.is_self.sum()
     assert metrics[hacpo.SELF_CLIPPED] == (rows.is_self & (A != 0) & ~live).sum()
@@ -391,12 +397,14 @@ def test_live_rows_are_those_with_a_gradient_and_the_metrics_count_them(seed, co
     assert metrics[hacpo.CROSS_NEGATIVE_LIVE] == (cross & (A < 0) & live).sum()
 
 
-def test_ratio_sums():
-    rows = rows_at([0.5, 0.9], [1.0, 1.0])
-    rows = replace(rows, is_self=torch.tensor([True, False]))
-    metrics = loss_and_gradient(rows, 0, HacpoConfig())[2]
-    assert metrics[hacpo.SELF_RATIO_SUM] == pytest.approx(0.5)
-    assert metrics[hacpo.CROSS_RATIO_SUM] == pytest.approx(0.9)
+def test_sequence_ratios_are_clamped_and_read_nothing_under_the_mask():
+    rows = rows_at([0.5, 0.9, 1e9], [1.0, 1.0, 1.0])
+    target = torch.cat([rows.target_logps, torch.full((3, 1), math.nan)], -1)
+    mask = torch.cat([rows.mask, torch.zeros(3, 1, dtype=torch.bool)], -1)
+    ratios = sequence_ratios(target, mask, rows.source_mean_logp, HacpoConfig(max_abs_log_ratio=3.0))
+    assert ratios.tolist() == pytest.approx([0.5, 0.9, math.exp(3)])
+    with pytest.raises(ValueError, match="source_mean_logp"):
+        sequence_ratios(target, mask, rows.source_mean_logp[:2], HacpoConfig())
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -411,7 +419,7 @@ def test_no_gradient_outside_the_paper_band(advantage):
 
 def test_the_band_rises_with_the_updates_and_closes_at_one():
     rows = rows_at([0.85, 0.95], [1.0, 1.0])
-    live = [live_mask(*rows.arguments(), update, HacpoConfig()).tolist() for update in (0, 4, 8, 1000)]
+    live = [live_rows(rows, update) for update in (0, 4, 8, 1000)]
     assert live == [[True, True], [False, True], [False, False], [False, False]]
     assert math.isfinite(loss_and_gradient(rows, 1000, HacpoConfig())[0].item())
 
@@ -437,13 +445,74 @@ def test_the_signed_band_of_negative_rows_is_the_papers_with_omega_capped(omega,
 
 def test_own_rows_are_clipped_on_the_side_that_the_advantage_pushes_to():
     rows = rows_at([0.9, 1.0, 1.1, 0.9, 1.0, 1.1], [1.0, 1.0, 1.0, -1.0, -1.0, -1.0], own=True, omega=5.0)
-    assert live_mask(*rows.arguments(), 0, HacpoConfig()).tolist() == [True, True, False, False, True, True]
+    assert live_rows(rows) == [True, True, False, False, True, True]
 
 
 def test_a_batch_without_a_live_row_has_a_zero_gradient():
     rows = rows_at([0.3, 0.9], [1.0, 0.0])
-    assert not live_mask(*rows.arguments(), 0, HacpoConfig()).any()
     assert not loss_and_gradient(rows, 0, HacpoConfig())[1].any()
+
+
+# --- Ablations ---
+
+
+def test_without_the_capability_baseline_the_group_has_its_plain_mean():
+    rewards, sources = [1.0, 0.0, 1.0, 1.0], ["a", "a", "b", "b"]
+    config = HacpoConfig(capability_baseline=False)
+    advantages, baselines = joint_advantages(rewards, [0] * 4, sources, "a", {"a": 0.9, "b": 0.1}, config)
+    assert baselines.tolist() == pytest.approx([0.75] * 4)
+    assert advantages.tolist() == pytest.approx([(r - 0.75) / (stdev(rewards) + 1e-6) for r in rewards])
+    # Of rewards beyond [0, 1] too: the guard is for the weighted baseline.
+    _, baselines = joint_advantages([3.0, 1.0], [0, 0], ["a", "b"], "a", {"a": 0.9, "b": 0.1}, config)
+    assert baselines.tolist() == [2.0, 2.0]
+
+
+def test_without_the_capability_on_the_gradient_omega_does_not_enter():
+    ratios, advantages = [0.85, 0.9, 1.2], [1.0, -1.0, 1.0]
+    for band in ("paper", "signed"):
+        with_it, without = HacpoConfig(cross_band=band), HacpoConfig(cross_band=band, capability_on_gradient=False)
+        plain = loss_and_gradient(rows_at(ratios, advantages, omega=0.4), 1, without)
+        unit = loss_and_gradient(rows_at(ratios, advantages, omega=1.0), 1, with_it)
+        torch.testing.assert_close(plain[:2], unit[:2])
+
+
+def test_without_the_cross_clip_every_ratio_has_its_gradient():
+    ratios, advantages = [0.1, 0.9, 3.0], [1.0, -1.0, -1.0]
+    config = HacpoConfig(cross_clip=False, alpha=1.0)
+    loss, gradient, _ = loss_and_gradient(rows_at(ratios, advantages, omega=2.0), 7, config)
+    weights = [ratio**2 * 2 * A for ratio, A in zip(ratios, advantages, strict=True)]
+    assert loss.item() == pytest.approx(-sum(weights) / 3)
+    expected = torch.tensor([-weight / 3 / 3 for weight in weights], dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected[:, None].expand(3, 3))
+
+
+def test_the_band_may_rise_by_the_share_of_the_steps_updates():
+    plain, scaled = HacpoConfig(), HacpoConfig(m_scale=4.0)
+    assert [scaled_update_index(made, 16, plain) for made in (0, 5, 16)] == [0, 5, 16]
+    assert [scaled_update_index(made, 16, scaled) for made in (0, 4, 16)] == [0, 1, 4]
+    assert scaled_update_index(0, 0, scaled) == 0
+    with pytest.raises(ValueError, match="made"):
+        scaled_update_index(3, 2, scaled)
+    # .8 + 2.5 * .025 = .8625
+    assert live_rows(rows_at([0.86, 0.87], [1.0, 1.0]), 2.5) == [False, True]
+
+
+def test_a_source_is_foreign_by_its_median_ratio():
+    ratios, sources = [0.9, 0.001, 0.01, 0.04, 0.2, 0.06, 0.001], list("abbbccc")
+    assert foreign_sources(ratios, sources, "a", HacpoConfig(source_floor=0.05)) == {"b"}
+    assert foreign_sources(ratios, sources, "b", HacpoConfig(source_floor=0.95)) == {"a", "c"}
+    assert foreign_sources(ratios, sources, "a", HacpoConfig()) == frozenset()
+    with pytest.raises(ValueError, match="sources"):
+        foreign_sources(ratios, sources[:2], "a", HacpoConfig())
+    with pytest.raises(ValueError, match="ratios"):
+        foreign_sources([math.nan], ["b"], "a", HacpoConfig())
+
+
+@pytest.mark.parametrize("name", ["m_scale", "source_floor", "alpha", "token_eps_low", "token_eps_high"])
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
+def test_a_configuration_refuses_what_is_no_size(name, value):
+    with pytest.raises(ValueError, match=name):
+        HacpoConfig(**{name: value})
 
 
 # --- KL ---
@@ -576,9 +645,10 @@ def test_advantages_refuse_bad_input(change, named):
         ({"omega": torch.tensor([1.0, math.nan])}, "omega"),
         ({"omega": torch.tensor([1.0, 1.0, 1.0])}, "omega"),
         ({"update_index": -1}, "update_index"),
+        ({"update_index": math.nan}, "update_index"),
     ],
 )
-def test_the_loss_and_the_live_mask_refuse_bad_input(change, named):
+def test_the_loss_refuses_bad_input(change, named):
     arguments = {
         "target_logps": torch.full((2, 3), -1.0),
         "mask": torch.ones(2, 3),
@@ -590,9 +660,8 @@ def test_the_loss_and_the_live_mask_refuse_bad_input(change, named):
         "config": HacpoConfig(),
     }
     hacpo_loss(**arguments)
-    for function in (hacpo_loss, live_mask):
-        with pytest.raises(ValueError, match=named):
-            function(**{**arguments, **change})
+    with pytest.raises(ValueError, match=named):
+        hacpo_loss(**{**arguments, **change})
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def rollouts(
     for prompt in range(prompts):
         prompt_ids = ids(2 + 3 * prompt)
         for sample, advantage in enumerate((1.0, -0.7)):
-            completion_ids = (*ids((prompt + sample) % 5), policy.end_of_turn_id)
+            completion_ids = (*ids((prompt + sample) % 5), policy.eos_ids[0])
             mean = policy.token_logps([(prompt_ids, completion_ids)])[0].mean().item()
             omega = 1.0 if source == "me" else 0.8
             source_mean_logp = mean - math.log(ratio)
@@ -122,6 +122,52 @@ def test_a_step_equals_that_of_a_naive_implementation(tmp_path: Path, family: An
         torch.testing.assert_close(state[name], expected[name], atol=1e-6, rtol=0)
     assert metrics["updates_made"] == 6 and metrics["updates_skipped"] == 0
     assert ("kl" in metrics) and (metrics["kl"] > 0) == (kl_coef > 0)
+
+
+def slow_ratio_step(folder: str, batches: list[list[TrainingRollout]], token_level: bool) -> dict[str, torch.Tensor]:
+    """GRPO, or naive sharing with the ratio to the learner itself, a sequence at a time: ratios to the first weights."""
+    model, first = (AutoModelForCausalLM.from_pretrained(folder).eval() for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr, eps=EPS, weight_decay=0.0)
+    low, high = (0.8, 1.28) if token_level else (1 - 3e-4, 1 + 4e-4)
+
+    def logps(of: torch.nn.Module, rollout: TrainingRollout) -> torch.Tensor:
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
+        everything = torch.log_softmax(of(input_ids=ids).logits[0], -1)[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
+        return everything[len(rollout.prompt_ids) - 1 :]
+
+    for batch in batches:
+        losses = []
+        for rollout in batch:
+            with torch.no_grad():
+                old = logps(first, rollout)
+            new = logps(model, rollout)
+            ratio = torch.exp(new - old) if token_level else torch.exp(new.mean() - old.mean())
+            losses.append(-torch.minimum(ratio * rollout.advantage, ratio.clamp(low, high) * rollout.advantage).mean())
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("method", ["grpo", "sapo", "naive_own"])
+def test_a_step_whose_ratios_are_to_the_learner_at_its_start(tmp_path: Path, method: str) -> None:
+    folder = save_tiny(tmp_path)
+    policy = load(folder)
+    own = rollouts(policy, "me")
+    # Whatever the source says of its own log-probs does not enter.
+    cross = rollouts(policy, "a", ratio=0.1, seed=1) if method != "grpo" else []
+    for budget in (10_000, 30):
+        policy = load(folder)
+        metrics = updater(policy, algorithm(method=method), tokens=budget).step([*cross, *own], nothing)
+        batches = [batch for batch in (own[:4], own[4:], cross[:4], cross[4:]) if batch]
+        expected = slow_ratio_step(folder, batches, token_level=method != "naive_own")
+        state = policy.trainable_state()
+        for name in expected:
+            torch.testing.assert_close(state[name], expected[name], atol=2e-6, rtol=0)
+    assert metrics["self/ratio_mean"] == pytest.approx(1, abs=0.2)
+    if cross:
+        assert metrics["cross/ratio_p50"] == pytest.approx(1, abs=0.2)
 
 
 @pytest.mark.parametrize("tokens", [1, 30])
@@ -202,10 +248,37 @@ def test_metrics_of_the_first_own_mini_batch(tmp_path: Path) -> None:
     assert metrics["self/ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert metrics["self/clip_share"] == 0
     assert metrics["loss"] == pytest.approx(-0.15, abs=1e-5)  # -mean of advantages 1 and -.7 at ratio 1
-    assert metrics["grad_norm"] > 0 and metrics["lr"] == 1e-2
+    assert metrics["grad_norm"] == metrics["grad_norm/self"] > 0 and metrics["lr"] == 1e-2
     # The policy has moved: the same rollouts are now clipped, in part.
     assert updater(policy, algorithm(method="gspo")).step(own, nothing)["self/clip_share"] > 0
     assert updater(policy, algorithm()).step([], nothing)["updates_made"] == 0
+
+
+def test_metrics_of_cross_mini_batches(tmp_path: Path) -> None:
+    policy = load(save_tiny(tmp_path))
+    # Of b, positive and negative lie in the band; of c, half of each.
+    spread = rollouts(policy, "c", ratio=0.9, seed=2)
+    far = [replace(row, source_mean_logp=row.source_mean_logp + 3) for row in spread[:4]]
+    settings = algorithm(hacpo={"cross_clip_low": 0.5, "cross_clip_step": 0.0}, prompts_per_mini_batch=4)
+    run = updater(policy, settings, optimizer=Optimizer(lr=1e-9, warmup_steps=0))
+    metrics = run.step([*rollouts(policy, "b", ratio=0.8, seed=1), *far, *spread[4:]], nothing)
+    assert metrics["cross/b/clip_share"] == 0 and metrics["cross/c/clip_share"] == 0.5
+    assert metrics["cross/clip_share"] == 0.25
+    assert metrics["cross/b/ratio_p50"] == pytest.approx(0.8, abs=1e-4)
+    assert metrics["cross/c/ratio_p90"] == pytest.approx(0.9, abs=1e-4)
+    assert metrics["cross/c/ratio_p10"] == pytest.approx(0.9 * math.exp(-3), abs=1e-4)
+    assert metrics["cross/ratio_mean"] == pytest.approx((0.8 + 0.9 * (1 + math.exp(-3)) / 2) / 2, abs=1e-4)
+    assert metrics["grad_norm"] == metrics["grad_norm/cross"] > 0 and "grad_norm/self" not in metrics
+
+
+def test_the_band_rises_by_the_share_of_the_steps_updates(tmp_path: Path) -> None:
+    # Two own updates of four are made before b comes: its bounds are .65 and .725 by m_scale 2, and .8 by the count.
+    for m_scale, live in [(2.0, 1.0), (None, 0.0)]:
+        policy = load(save_tiny(tmp_path))
+        hacpo = {"cross_clip_low": 0.5, "cross_clip_step": 0.15, "m_scale": m_scale}
+        run = updater(policy, algorithm(hacpo=hacpo), optimizer=Optimizer(lr=1e-9, warmup_steps=0))
+        metrics = run.step([*rollouts(policy, "me"), *rollouts(policy, "b", ratio=0.75)], nothing)
+        assert metrics["cross/b/live_share_positive"] == live
 
 
 def test_the_learning_rate_warms_up_linearly_and_then_stays(tmp_path: Path) -> None:

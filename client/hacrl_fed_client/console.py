@@ -1,12 +1,12 @@
 """What a person at a site sees: a line for each step, and below it what the site is doing and for whom it waits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.text import Text
 
-from hacrl_fed.algorithms.config import HacpoConfig
+from hacrl_fed.config import AlgorithmConfig
 from hacrl_fed.status import printable
 from hacrl_fed.v1 import session_pb2
 
@@ -63,19 +63,32 @@ class SiteConsole:
             f"{metrics.get('rollout_s', 0) + metrics.get('update_s', 0):.1f} s"
         )
 
-    def few_live(self, step: int, share: float, config: HacpoConfig) -> None:
+    def few_live(self, step: int, share: float, algorithm: AlgorithmConfig) -> None:
         """Warns, with the remedy, now and then."""
         remedy = "set algorithm.hacpo.cross_band to signed and alpha to 0, or lower cross_clip_low"
-        if config.cross_band == "signed":
-            remedy = (
-                f"lower algorithm.hacpo.positive_floor ({config.positive_floor}), or look at what the others answer"
-            )
+        if algorithm.method != "hacpo":
+            remedy = "take algorithm.method hacpo with cross_band signed and alpha 0"
+        elif algorithm.hacpo.cross_band == "signed":
+            floor = algorithm.hacpo.positive_floor
+            remedy = f"lower algorithm.hacpo.positive_floor ({floor}), or look at what the others answer"
+        self._warn(
+            step,
+            f"only {share:.0%} of the others' correct rollouts carry gradient: their ratios lie outside the band; {remedy}",
+        )
+
+    def foreign(self, step: int, sources: Iterable[str], algorithm: AlgorithmConfig) -> None:
+        """Warns, with the remedy, now and then."""
+        self._warn(
+            step,
+            f"the rollouts of {', '.join(sorted(sources))} are left out of this step: this model would hardly ever answer "
+            f"so (median ratio below algorithm.hacpo.source_floor, {algorithm.hacpo.source_floor}); agree on a form of "
+            "answers in the prompt",
+        )
+
+    def _warn(self, step: int, warning: str) -> None:
         if step >= self._next_remedy:
             self._next_remedy = step + _REMEDY_EVERY
-            self.tell(
-                f"warning: only {share:.0%} of the others' correct rollouts carry gradient: their ratios lie outside the "
-                f"band; {remedy}"
-            )
+            self.tell(f"warning: {warning}")
 
     def _show(self) -> None:
         self._spinner.update(Text(f"{self._agent}: {self._doing}" + (f" · {self._run_text}" if self._run_text else "")))

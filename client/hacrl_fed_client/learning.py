@@ -1,13 +1,19 @@
 """From a step's rollouts to what the learner trains on: capabilities, advantages, ratios; and the step's metrics of them."""
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from hacrl_fed.algorithms.hacpo import CapabilityTracker, capability_ratio
+import torch
+
+from hacrl_fed.algorithms.config import HacpoConfig
+from hacrl_fed.algorithms.hacpo import CapabilityTracker, capability_ratio, clamped_exp, foreign_sources
 from hacrl_fed.algorithms.methods import METHODS
 from hacrl_fed.config import AlgorithmConfig
+from hacrl_fed.records import FinishReason
 from hacrl_fed_client.admission import AdmittedRollout
+from hacrl_fed_client.policy import Policy
 from hacrl_fed_client.update import TrainingRollout
 
 
@@ -17,10 +23,13 @@ def training_rollouts(
     learner: str,
     tracker: CapabilityTracker,
     algorithm: AlgorithmConfig,
-) -> tuple[list[TrainingRollout], dict[str, float]]:
+    seed: int,
+) -> tuple[list[AdmittedRollout], list[TrainingRollout], dict[str, float]]:
     """Adds the step to the capabilities' history and gives every rollout its advantage and capability ratio.
 
-    ``prompt_ids`` are the step's prompts as the learner renders them, by prompt id. Rollouts keep their order.
+    ``prompt_ids`` are the step's prompts as the learner renders them, by prompt id. ``seed`` is for a method that learns
+    from a sample of the step's rollouts. Returns the rollouts that are learned from, in the order given, the same as the
+    learner trains on them, and metrics.
     """
     by_source: dict[str, list[float]] = defaultdict(list)
     for admitted in rollouts:
@@ -36,14 +45,15 @@ def training_rollouts(
     }
     prompts = list(dict.fromkeys(admitted.rollout.prompt_id for admitted in rollouts))
     index = {prompt: number for number, prompt in enumerate(prompts)}
-    advantages, _ = METHODS[algorithm.method].advantages(
-        [admitted.rollout.reward for admitted in rollouts],
-        [index[admitted.rollout.prompt_id] for admitted in rollouts],
-        [admitted.source for admitted in rollouts],
-        learner,
-        capabilities,
-        config,
-    )
+    method = METHODS[algorithm.method]
+    prompt_index = [index[admitted.rollout.prompt_id] for admitted in rollouts]
+    sources = [admitted.source for admitted in rollouts]
+    rewards = [admitted.rollout.reward for admitted in rollouts]
+    advantages, _ = method.advantages(rewards, prompt_index, sources, learner, capabilities, config)
+    learned = torch.ones(len(rollouts), dtype=torch.bool)
+    if method.sample is not None:
+        learned = method.sample(advantages, prompt_index, sources, learner, seed)
+    kept = [admitted for admitted, learn in zip(rollouts, learned.tolist(), strict=True) if learn]
     trained = [
         TrainingRollout(
             source=admitted.source,
@@ -54,26 +64,68 @@ def training_rollouts(
             advantage=advantage,
             omega=omega[admitted.source],
         )
-        for admitted, advantage in zip(rollouts, advantages.tolist(), strict=True)
+        for admitted, advantage in zip(kept, advantages[learned].tolist(), strict=True)
     ]
     metrics = _reward_metrics(rollouts, learner)
     for source in by_source:
         metrics[f"capability/{source}"] = capabilities[source]
         metrics[f"capability_ratio/{source}"] = omega[source]
-    return trained, metrics
+    return kept, trained, metrics
+
+
+def without_foreign_sources(
+    rollouts: Sequence[AdmittedRollout],
+    prompt_ids: Mapping[str, tuple[int, ...]],
+    policy: Policy,
+    learner: str,
+    config: HacpoConfig,
+    micro_batch_tokens: int,
+    check: Callable[[], None],
+) -> tuple[list[AdmittedRollout], frozenset[str]]:
+    """The rollouts that are left under ``source_floor``, in their order, and the sources that are not.
+
+    Costs a pass without gradient over the cross rollouts, where there is a floor. ``check`` as in ``Policy.score``.
+    """
+    cross = [admitted for admitted in rollouts if admitted.source != learner]
+    if not config.source_floor or not cross:
+        return list(rollouts), frozenset()
+    sequences = [(prompt_ids[admitted.rollout.prompt_id], admitted.completion_ids) for admitted in cross]
+    logps = policy.completion_logps(sequences, micro_batch_tokens, check)
+    means = torch.stack([logps_T.mean() for logps_T in logps])
+    source_means = torch.tensor([admitted.rollout.mean_logp for admitted in cross])
+    ratios = clamped_exp(means - source_means, config)
+    foreign = foreign_sources(ratios, [admitted.source for admitted in cross], learner, config)
+    return [admitted for admitted in rollouts if admitted.source not in foreign], foreign
 
 
 def _reward_metrics(rollouts: Sequence[AdmittedRollout], learner: str) -> dict[str, float]:
-    own = [admitted for admitted in rollouts if admitted.source == learner]
+    by_source: dict[str, list[AdmittedRollout]] = defaultdict(list)
+    for admitted in rollouts:
+        by_source[admitted.source].append(admitted)
+    own = by_source.pop(learner, [])
     metrics = {"own_rollouts": float(len(own)), "cross_rollouts": float(len(rollouts) - len(own))}
     if own:
         rewards = [admitted.rollout.reward for admitted in own]
+        lengths = [len(admitted.completion_ids) for admitted in own]
         metrics["reward_mean"] = statistics.fmean(rewards)
         metrics["reward_std"] = statistics.pstdev(rewards)
-        metrics["completion_tokens_mean"] = statistics.fmean(len(admitted.completion_ids) for admitted in own)
+        # The tokens are the policy's own samples, so their mean surprise estimates its entropy a token without bias.
+        metrics["entropy"] = -math.fsum(admitted.rollout.logp_sum for admitted in own) / sum(lengths)
+        metrics["completion_tokens_mean"] = statistics.fmean(lengths)
+        metrics["completion_tokens_max"] = float(max(lengths))
+        metrics["truncated_share"] = _share_cut_off(own)
         metrics["zero_variance_groups/own"] = _zero_variance_share(own)
     metrics["zero_variance_groups/joint"] = _zero_variance_share(rollouts)
+    for source, theirs in by_source.items():
+        here = sum(len(admitted.completion_ids) for admitted in theirs)
+        metrics[f"reward_mean/{source}"] = statistics.fmean(admitted.rollout.reward for admitted in theirs)
+        metrics[f"completion_tokens_mean/{source}"] = here / len(theirs)
+        metrics[f"retokenised_length_ratio/{source}"] = here / sum(each.rollout.token_count for each in theirs)
     return metrics
+
+
+def _share_cut_off(rollouts: Sequence[AdmittedRollout]) -> float:
+    return statistics.fmean(admitted.rollout.finish_reason is FinishReason.LENGTH for admitted in rollouts)
 
 
 def _zero_variance_share(rollouts: Sequence[AdmittedRollout]) -> float:

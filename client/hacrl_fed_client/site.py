@@ -24,7 +24,7 @@ from hacrl_fed_client.console import SiteConsole
 from hacrl_fed_client.evaluate import MODES, measure
 from hacrl_fed_client.generation.base import Generator
 from hacrl_fed_client.inbox import ClosedStep, Inbox
-from hacrl_fed_client.learning import training_rollouts
+from hacrl_fed_client.learning import training_rollouts, without_foreign_sources
 from hacrl_fed_client.policy import Policy
 from hacrl_fed_client.progress import Progress
 from hacrl_fed_client.publisher import OwnStep, Publisher
@@ -257,22 +257,36 @@ class Site:
         self, step: int, rollouts: list[AdmittedRollout], prompt_ids: Mapping[str, tuple[int, ...]]
     ) -> dict[str, float]:
         self._doing("updating")
-        if not rollouts:
+        taken, foreign = without_foreign_sources(
+            rollouts,
+            prompt_ids,
+            self._policy,
+            self._agent,
+            self._algorithm.hacpo,
+            self._config.micro_batch_tokens,
+            self._session.check,
+        )
+        if foreign:
+            self._console.foreign(step, foreign, self._algorithm)
+        if not taken:
             _log.warning("step %d has no rollouts to learn from", step)
             return {}
-        trained, metrics = training_rollouts(rollouts, prompt_ids, self._agent, self._tracker, self._algorithm)
+        learned, trained, metrics = training_rollouts(
+            taken, prompt_ids, self._agent, self._tracker, self._algorithm, self._seed(f"{step}/sample")
+        )
         metrics |= self._updater.step(trained, self._session.check)
         self.progress.totals.update(
             own_rollouts=int(metrics["own_rollouts"]), cross_rollouts=int(metrics["cross_rollouts"])
         )
+        metrics |= {f"left_out/{source}": 1.0 for source in sorted(foreign)}
         own = [rollout for rollout in rollouts if rollout.source == self._agent]
         metrics["round_trip_share"] = self._maker.round_trip_share(own)
         positives = sum(row.source != self._agent and row.advantage > 0 for row in trained)
         live = metrics.get("cross/live_share_positive", 1.0)
         if positives >= _ENOUGH_POSITIVES and live < _FEW_LIVE:
-            self._console.few_live(step, live, self._algorithm.hacpo)
+            self._console.few_live(step, live, self._algorithm)
         _write_rollouts(
-            self._run_dir / "rollouts" / f"step-{step:06d}.jsonl", rollouts, [row.advantage for row in trained]
+            self._run_dir / "rollouts" / f"step-{step:06d}.jsonl", learned, [row.advantage for row in trained]
         )
         return metrics
 

@@ -1,15 +1,19 @@
 """The learner's updates of a step: mini-batches of its own rollouts first, then of each peer's, in name order."""
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hacrl_fed.algorithms import hacpo
-from hacrl_fed.algorithms.methods import METHODS
+from hacrl_fed.algorithms.methods import METHODS, Anchor
 from hacrl_fed.config import AlgorithmConfig, Optimizer
 from hacrl_fed.errors import HacrlFedError
 from hacrl_fed_client.batching import micro_batches
@@ -92,11 +96,15 @@ class Updater:
         whole update left it. Raises HacrlFedError for a gradient that is not finite.
         """
         tally = _Tally(self._learner)
-        for mini_batch in self._mini_batches(rollouts):
+        mini_batches = self._mini_batches(rollouts)
+        anchors = self._anchors(rollouts, check)
+        for mini_batch in mini_batches:
             self.optimizer.zero_grad(set_to_none=True)
             # m of the paper: updates that were made in this step, skipped ones left out.
-            sums = self._accumulate_gradient(mini_batch, tally.made, check)
-            tally.add(mini_batch[0].source, sums)
+            update_index = hacpo.scaled_update_index(tally.made, len(mini_batches), self._algorithm.hacpo)
+            source = rollouts[mini_batch[0]].source
+            sums, ratios = self._accumulate_gradient(rollouts, anchors, mini_batch, update_index, check)
+            tally.add(source, sums, ratios)
             cross_live = sums[hacpo.CROSS_POSITIVE_LIVE] + sums[hacpo.CROSS_NEGATIVE_LIVE]
             if sums[hacpo.CROSS_SEQUENCES] and not cross_live:
                 tally.skipped += 1
@@ -106,46 +114,74 @@ class Updater:
                 raise HacrlFedError("the gradient is not finite: resume from a checkpoint with a lower optimizer.lr")
             self.optimizer.step()
             self.scheduler.step()
-            tally.made += 1
-            tally.grad_norms.append(norm)
+            tally.updated(source, norm)
         self.optimizer.zero_grad(set_to_none=True)
         return tally.metrics() | {"lr": self.optimizer.param_groups[0]["lr"]}
 
-    def _mini_batches(self, rollouts: Sequence[TrainingRollout]) -> list[list[TrainingRollout]]:
-        by_source: dict[str, dict[str, list[TrainingRollout]]] = defaultdict(lambda: defaultdict(list))
-        for rollout in rollouts:
-            by_source[rollout.source][rollout.prompt_key].append(rollout)
+    def _mini_batches(self, rollouts: Sequence[TrainingRollout]) -> list[list[int]]:
+        """Indices of the rollouts of each mini-batch."""
+        by_source: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for index, rollout in enumerate(rollouts):
+            by_source[rollout.source][rollout.prompt_key].append(index)
         prompts = max(1, self._algorithm.prompts_per_mini_batch // self._method.group_multiplier)
         batches = []
         for source in sorted(by_source, key=lambda name: (name != self._learner, name)):
             groups = list(by_source[source].values())
             for start in range(0, len(groups), prompts):
-                batches.append([rollout for group in groups[start : start + prompts] for rollout in group])
+                batches.append([index for group in groups[start : start + prompts] for index in group])
         return batches
 
+    def _anchors(self, rollouts: Sequence[TrainingRollout], check: Callable[[], None]) -> list[Tensor]:
+        """What the method's ratio of each rollout is to: a mean log-prob (), or its tokens' log-probs (T_i,)."""
+        if self._method.anchor is Anchor.SOURCE:
+            return [torch.tensor(rollout.source_mean_logp) for rollout in rollouts]
+        sequences = [(rollout.prompt_ids, rollout.completion_ids) for rollout in rollouts]
+        logps = self._policy.completion_logps(sequences, self._micro_batch_tokens, check)
+        if self._method.anchor is Anchor.STEP_START:
+            return [logps_T.mean() for logps_T in logps]
+        return logps
+
     def _accumulate_gradient(
-        self, mini_batch: list[TrainingRollout], update_index: int, check: Callable[[], None]
-    ) -> Counter[str]:
-        """Adds the gradient of the mini-batch's loss, -mean over its sequences; returns sums over its sequences."""
+        self,
+        rollouts: Sequence[TrainingRollout],
+        anchors: Sequence[Tensor],
+        mini_batch: list[int],
+        update_index: float,
+        check: Callable[[], None],
+    ) -> tuple[Counter[str], list[float]]:
+        """Adds the gradient of the mini-batch's loss, -mean over its sequences; returns sums over them, and their ratios.
+
+        The ratios are sequence ratios to the anchor, whatever the loss clips.
+        """
         sums: Counter[str] = Counter()
-        own = mini_batch[0].source == self._learner
+        ratios: list[float] = []
+        config = self._algorithm.hacpo
+        own = rollouts[mini_batch[0]].source == self._learner
         kl_coef = self._algorithm.kl_coef if own else 0.0
-        lengths = [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in mini_batch]
-        for indices in micro_batches(lengths, self._micro_batch_tokens):
+        lengths = [len(rollouts[index].prompt_ids) + len(rollouts[index].completion_ids) for index in mini_batch]
+        for places in micro_batches(lengths, self._micro_batch_tokens):
             check()
-            rows = [mini_batch[index] for index in indices]
+            rows = [rollouts[mini_batch[place]] for place in places]
+            anchor = [anchors[mini_batch[place]] for place in places]
             sequences = [(row.prompt_ids, row.completion_ids) for row in rows]
             logps_BT, mask_BT = self._policy.token_logps(sequences, gradient=True)
+            anchor_logps = (pad_sequence(anchor, batch_first=True) if anchor[0].ndim else torch.stack(anchor)).to(
+                logps_BT.device
+            )
             loss, metrics = self._method.loss(
                 logps_BT,
                 mask_BT,
-                source_mean_logp=torch.tensor([row.source_mean_logp for row in rows]),
+                anchor_logps,
                 advantages=torch.tensor([row.advantage for row in rows]),
                 is_self=torch.full((len(rows),), own),
                 omega=torch.tensor([row.omega for row in rows]),
                 update_index=update_index,
-                config=self._algorithm.hacpo,
+                config=config,
             )
+            anchor_means = anchor_logps
+            if anchor_logps.ndim == 2:
+                anchor_means = anchor_logps.sum(-1) / mask_BT.sum(-1)
+            ratios += hacpo.sequence_ratios(logps_BT, mask_BT, anchor_means, config).tolist()
             if kl_coef > 0:
                 reference_BT, _ = self._policy.token_logps(sequences, reference=True)
                 kl = hacpo.k3_kl(logps_BT, reference_BT, mask_BT).mean()
@@ -155,7 +191,7 @@ class Updater:
             torch.autograd.backward(loss * (len(rows) / len(mini_batch)))
             metrics[_LOSS_SUM] = loss.item() * len(rows)
             sums.update(metrics)
-        return sums
+        return sums, ratios
 
 
 class _Tally:
@@ -164,30 +200,58 @@ class _Tally:
     def __init__(self, learner: str) -> None:
         self.made = 0
         self.skipped = 0
-        self.grad_norms: list[float] = []
         self._learner = learner
         self._losses: list[float] = []
-        self._by_source: dict[str, Counter[str]] = defaultdict(Counter)
+        self._sums: dict[str, Counter[str]] = defaultdict(Counter)
+        self._ratios: dict[str, list[float]] = defaultdict(list)
+        self._grad_norms: dict[str, list[float]] = defaultdict(list)
 
-    def add(self, source: str, sums: Counter[str]) -> None:
-        self._by_source[source].update(sums)
+    def add(self, source: str, sums: Counter[str], ratios: list[float]) -> None:
+        """Adds a mini-batch of a source."""
+        self._sums[source].update(sums)
+        self._ratios[source] += ratios
         self._losses.append(sums[_LOSS_SUM] / (sums[hacpo.SELF_SEQUENCES] + sums[hacpo.CROSS_SEQUENCES]))
 
+    def updated(self, source: str, grad_norm: float) -> None:
+        """Adds an update made, on a mini-batch of a source; the norm is that before clipping."""
+        self.made += 1
+        self._grad_norms["self" if source == self._learner else "cross"].append(grad_norm)
+
     def metrics(self) -> dict[str, float]:
-        own = self._by_source.get(self._learner, Counter())
-        peers = {source: sums for source, sums in self._by_source.items() if source != self._learner}
+        """The step's metrics."""
+        own = self._sums[self._learner]
+        peers = [source for source in self._sums if source != self._learner]
         shares = {
             "loss": (sum(self._losses), len(self._losses)),
-            "grad_norm": (sum(self.grad_norms), len(self.grad_norms)),
             "kl": (own[_KL_SUM], own[hacpo.SELF_SEQUENCES]),
-            "self/ratio_mean": (own[hacpo.SELF_RATIO_SUM], own[hacpo.SELF_SEQUENCES]),
             "self/clip_share": (own[hacpo.SELF_CLIPPED], own[hacpo.SELF_SEQUENCES]),
         }
-        for prefix, sums in [("cross", sum(peers.values(), Counter())), *((f"cross/{p}", peers[p]) for p in peers)]:
+        ratios = {"self": self._ratios[self._learner], "cross": [s for peer in peers for s in self._ratios[peer]]}
+        cross = {"cross": sum((self._sums[peer] for peer in peers), Counter[str]())}
+        for peer in peers:
+            cross[f"cross/{peer}"] = self._sums[peer]
+            ratios[f"cross/{peer}"] = self._ratios[peer]
+        for prefix, sums in cross.items():
+            positive, negative = sums[hacpo.CROSS_POSITIVE], sums[hacpo.CROSS_NEGATIVE]
+            live = sums[hacpo.CROSS_POSITIVE_LIVE] + sums[hacpo.CROSS_NEGATIVE_LIVE]
             shares |= {
-                f"{prefix}/ratio_mean": (sums[hacpo.CROSS_RATIO_SUM], sums[hacpo.CROSS_SEQUENCES]),
-                f"{prefix}/live_share_positive": (sums[hacpo.CROSS_POSITIVE_LIVE], sums[hacpo.CROSS_POSITIVE]),
-                f"{prefix}/live_share_negative": (sums[hacpo.CROSS_NEGATIVE_LIVE], sums[hacpo.CROSS_NEGATIVE]),
+                f"{prefix}/live_share_positive": (sums[hacpo.CROSS_POSITIVE_LIVE], positive),
+                f"{prefix}/live_share_negative": (sums[hacpo.CROSS_NEGATIVE_LIVE], negative),
+                f"{prefix}/clip_share": (positive + negative - live, sums[hacpo.CROSS_SEQUENCES]),
             }
         means = {name: total / count for name, (total, count) in shares.items() if count}
+        for prefix, values in ratios.items():
+            means |= _distribution(f"{prefix}/ratio", values)
+        norms = [norm for each in self._grad_norms.values() for norm in each]
+        for name, values in {"grad_norm": norms, **{f"grad_norm/{k}": v for k, v in self._grad_norms.items()}}.items():
+            if values:
+                means[name] = statistics.fmean(values)
         return means | {"updates_made": float(self.made), "updates_skipped": float(self.skipped)}
+
+
+def _distribution(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean, 10 %, 50 % and 90 % quantile; nothing of nothing."""
+    if not values:
+        return {}
+    p10, p50, p90 = np.quantile(values, (0.1, 0.5, 0.9)).tolist()
+    return {f"{name}_mean": statistics.fmean(values), f"{name}_p10": p10, f"{name}_p50": p50, f"{name}_p90": p90}

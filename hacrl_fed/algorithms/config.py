@@ -1,5 +1,6 @@
 """Hyperparameters of HACPO and its baselines, without torch, so that a coordinator can check them."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,7 +9,7 @@ from pydantic import ConfigDict
 
 @dataclass(frozen=True)
 class HacpoConfig:
-    """Hyperparameters of HACPO (arXiv 2603.02604); the defaults are the paper's.
+    """Hyperparameters of HACPO (arXiv 2603.02604) and of what it is compared with; the defaults are the paper's.
 
     Attributes:
         alpha: exponent of the ratio that weighs a cross rollout's gradient.
@@ -16,12 +17,21 @@ class HacpoConfig:
         cross_clip_step: what the bound rises by with each update of the step.
         cross_band: "paper", or "signed": by the advantage's sign (beyond the paper).
         positive_floor: signed band only: cross rollouts with A > 0 and a ratio below it carry no gradient.
+        source_floor: a source whose rollouts' median ratio, before a step's updates, is below it is left out of the step
+            (beyond the paper). 0: none is.
         eps_low, eps_high: clip range of the self ratio (GSPO).
         window: steps that a capability is averaged over.
         ratio_min, ratio_max: bounds of a capability ratio.
         baseline_guard: for rewards in [0, 1]: a baseline above 1 gives way to the mean of the learner's own rewards.
         normalize_by_std: divide advantages by the group's sample standard deviation.
-        max_abs_log_ratio: bound on the log of a sequence ratio.
+        max_abs_log_ratio: bound on the log of a ratio.
+        capability_baseline: weigh rewards by capability in a group's baseline; off, the ablation of the paper's table 2.
+        capability_on_gradient: weigh cross rollouts by the capability ratio; off, the ablation of the paper's table 3.
+        cross_clip: clip the cross ratio; off, the ablation of the paper's table 4. With ``cross_clip_step`` 0 the clip
+            is not stepwise.
+        m_scale: what the count of updates, which the lower bound rises with, comes to by a step's end, however many
+            mini-batches the step has. None counts updates.
+        token_eps_low, token_eps_high: clip range of a token's ratio (GRPO, SAPO).
     """
 
     alpha: float = 1.0
@@ -37,15 +47,26 @@ class HacpoConfig:
     baseline_guard: bool = True
     normalize_by_std: bool = True
     max_abs_log_ratio: float = 10.0
+    capability_baseline: bool = True
+    capability_on_gradient: bool = True
+    cross_clip: bool = True
+    m_scale: float | None = None
+    token_eps_low: float = 0.2
+    token_eps_high: float = 0.28
+    source_floor: float = 0.0
 
     # So that an unknown key in a configuration file is refused, not dropped.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     def __post_init__(self) -> None:
-        at_least_zero = ("alpha", "cross_clip_step", "eps_low", "eps_high", "positive_floor")
+        at_least_zero = (
+            *("alpha", "cross_clip_step", "eps_low", "eps_high", "positive_floor"),
+            *("token_eps_low", "token_eps_high", "m_scale", "source_floor"),
+        )
         for name in at_least_zero:
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, not {value}")
         if not 0 < self.cross_clip_low <= 1:
             raise ValueError(f"cross_clip_low must be in (0, 1], not {self.cross_clip_low}")
         if self.cross_band not in ("paper", "signed"):

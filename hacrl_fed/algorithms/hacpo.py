@@ -7,10 +7,11 @@ a group of equal rewards has advantage 0, since a capability weight must not mak
 
 Every objective is a function of the sequence ratio s = exp(mean log-prob under k - under j) whose slope in the mean
 log-prob is either 0 or the objective's own value. So an objective is kept as its values and the mask of its live rows,
-those with a gradient, and the mask that tells a trainer whether to step is the very one that the gradient comes from.
+those with a gradient, and what is counted of them tells a trainer whether there is anything to step on.
 """
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hacrl_fed.algorithms import checks
 from hacrl_fed.algorithms.config import HacpoConfig as HacpoConfig
 
-# Metrics of a loss: all are sums or counts over rows, so those of micro-batches add up to those of the mini-batch.
+# Metrics of a loss: counts of rows, so those of micro-batches add up to those of the mini-batch. Where a loss clips each
+# token, a row counts as live by the share of its tokens that have a gradient.
 SELF_SEQUENCES = "self_sequences"  # own rollouts
 SELF_CLIPPED = "self_clipped"  # own rollouts with an advantage, but no gradient
-SELF_RATIO_SUM = "self_ratio_sum"  # sum of s over own rollouts
 CROSS_SEQUENCES = "cross_sequences"  # rollouts of others
-CROSS_RATIO_SUM = "cross_ratio_sum"  # sum of s over them
 CROSS_POSITIVE = "cross_positive"  # those with A > 0
 CROSS_POSITIVE_LIVE = "cross_positive_live"  # those with A > 0 and a gradient
 CROSS_NEGATIVE = "cross_negative"  # those with A < 0
@@ -109,7 +110,8 @@ def joint_advantages(
 
     Over the rollouts i of a group, mu = mean_i(R_i / w(j(i) -> k)) and A_i = (R_i - mu) / (sd + 1e-6), with sd the
     sample standard deviation (n - 1) of the unweighted rewards. A group of equal rewards takes their plain mean, and
-    under ``baseline_guard`` a mu above 1 gives way to the mean of the learner's own rewards, where it has some.
+    under ``baseline_guard`` a mu above 1 gives way to the mean of the learner's own rewards, where it has some. Without
+    ``capability_baseline`` mu is the plain mean.
 
     Args:
         rewards: (B,), verified.
@@ -124,16 +126,10 @@ def joint_advantages(
     Raises ValueError, naming the argument: no rollouts, unequal lengths, a reward that is not finite, an index that is
     no integer, an agent without a capability, a capability that is not positive.
     """
-    rewards_B = _vector("rewards", rewards, torch.float64)
-    if not len(rewards_B):
-        raise ValueError("rewards must hold at least one rollout")
+    rewards_B = checks.rewards(rewards)
     count, device = len(rewards_B), rewards_B.device
-    index_B = _tensor("prompt_index", prompt_index).to(device)
-    if index_B.dtype == torch.bool or index_B.is_floating_point() or index_B.is_complex():
-        raise ValueError(f"prompt_index must hold integers, not {index_B.dtype}")
-    _check_shape("prompt_index", index_B, (count,))
-    if len(sources) != count:
-        raise ValueError(f"sources must name {count} agents, as many as rewards, not {len(sources)}")
+    index_B = checks.integers("prompt_index", prompt_index, count, device)
+    checks.agents(sources, count)
 
     for agent, capability in capabilities.items():
         if not 0 < capability < math.inf:
@@ -145,6 +141,8 @@ def joint_advantages(
         raise ValueError(f"sources must have a capability each, but {unknown[0]!r} has none")
     omega = {
         agent: capability_ratio(capabilities[agent], capabilities[learner], config.ratio_min, config.ratio_max)
+        if config.capability_baseline
+        else 1.0
         for agent in agents
     }
     omega_B = torch.tensor([omega[agent] for agent in sources], dtype=torch.float64, device=device)
@@ -162,7 +160,7 @@ def joint_advantages(
     )
     mu = group_sum(rewards_B / omega_B) / size
     own_count = group_sum(own_B)
-    if config.baseline_guard:
+    if config.baseline_guard and config.capability_baseline:
         own_mean = group_sum(rewards_B * own_B) / own_count.clamp(min=1)
         mu = torch.where((mu > 1) & (own_count > 0), own_mean, mu)
     # The common reward itself, not a mean rounded by a bit, so that these advantages are exactly 0.
@@ -206,13 +204,13 @@ class SequenceBatch:
         omega: Tensor,
     ) -> "SequenceBatch":
         """Checks and reduces the arguments of ``hacpo_loss``, which says what is raised."""
-        mask_BT = _check_tokens(target_logps, mask)
-        mean_logp = _masked_mean(target_logps, mask_BT)
+        mask_BT = checks.token_mask(target_logps, mask)
+        mean_logp = checks.masked_mean(target_logps, mask_BT)
         shape, dtype, device = mean_logp.shape, target_logps.dtype, target_logps.device
 
         def row(name: str, values: Tensor) -> Tensor:
-            values_B = _vector(name, values, dtype).detach().to(device)
-            _check_shape(name, values_B, shape)
+            values_B = checks.vector(name, values, dtype).detach().to(device)
+            checks.shape(name, values_B, shape)
             return values_B
 
         omega_B = row("omega", omega)
@@ -222,13 +220,13 @@ class SequenceBatch:
             mean_logp=mean_logp,
             log_ratio=mean_logp.detach() - row("source_mean_logp", source_mean_logp),
             advantages=row("advantages", advantages),
-            is_self=_flags("is_self", is_self, shape, device),
+            is_self=checks.flags("is_self", is_self, shape, device),
             omega=omega_B,
         )
 
     def ratio(self, config: HacpoConfig) -> Tensor:
         """Sequence ratio s (B,) (section 3.3; GSPO, eq. 7), its log clamped to ±``max_abs_log_ratio``."""
-        return self.log_ratio.clamp(-config.max_abs_log_ratio, config.max_abs_log_ratio).exp()
+        return clamped_exp(self.log_ratio, config)
 
     def unclamped(self, config: HacpoConfig) -> Tensor:
         """Rows (B,) bool whose log ratio is not clamped; s has no gradient in the others."""
@@ -241,25 +239,35 @@ def self_objective(batch: SequenceBatch, config: HacpoConfig) -> tuple[Tensor, T
     Returns the values (B,) and the rows (B,) bool with gradient.
     """
     s, A = batch.ratio(config), batch.advantages
-    low, high = 1 - config.eps_low, 1 + config.eps_high
-    values = torch.minimum(s * A, s.clamp(low, high) * A)
-    inside = torch.where(A > 0, s <= high, s >= low)
-    return values, inside & batch.unclamped(config) & (A != 0)
+    values, inside = clipped_objective(s, A, 1 - config.eps_low, 1 + config.eps_high)
+    return values, inside & batch.unclamped(config)
 
 
-def _cross_objective(batch: SequenceBatch, update_index: int, config: HacpoConfig) -> tuple[Tensor, Tensor]:
+def clipped_objective(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """min(r A, clip(r, low, high) A), PPO's (arXiv 1707.06347, eq. 7), and where it has a gradient; of any shape."""
+    values = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    inside = torch.where(advantages > 0, ratio <= high, ratio >= low)
+    return values, inside & (advantages != 0)
+
+
+def _cross_objective(batch: SequenceBatch, update_index: float, config: HacpoConfig) -> tuple[Tensor, Tensor]:
     """c · stopgrad(c)^alpha · w · A with c = clip(s, low, 1), no min() (sections 3.2-3.4; appendix E, eqs. 47-53).
 
     low = min(1, cross_clip_low + update_index · cross_clip_step). In the "signed" band w is capped at 1 for A < 0, and
-    rows with A > 0 have the value and weight min(s, 1)^(1 + alpha) · A from ``positive_floor`` up, 0 below.
+    rows with A > 0 have the value and weight min(s, 1)^(1 + alpha) · A from ``positive_floor`` up, 0 below. Without
+    ``cross_clip`` c is s; without ``capability_on_gradient`` w is 1.
     Returns the values (B,) and the rows (B,) bool with gradient.
     """
     s, A = batch.ratio(config), batch.advantages
-    low = min(1.0, config.cross_clip_low + update_index * config.cross_clip_step)
+    low, high = 0.0, math.inf
+    if config.cross_clip:
+        low, high = min(1.0, config.cross_clip_low + update_index * config.cross_clip_step), 1.0
     signed = config.cross_band == "signed"
-    omega = batch.omega.clamp(max=1) if signed else batch.omega
-    values = s.clamp(low, 1) ** (1 + config.alpha) * omega * A
-    live = (s >= low) & (s <= 1) & batch.unclamped(config)
+    omega = batch.omega if config.capability_on_gradient else torch.ones_like(batch.omega)
+    if signed:
+        omega = omega.clamp(max=1)
+    values = s.clamp(low, high) ** (1 + config.alpha) * omega * A
+    live = (s >= low) & (s <= high) & batch.unclamped(config)
     if signed:
         above_floor = s >= config.positive_floor
         positive_values = torch.where(above_floor, s.clamp(max=1) ** (1 + config.alpha) * A, 0)
@@ -268,37 +276,53 @@ def _cross_objective(batch: SequenceBatch, update_index: int, config: HacpoConfi
     return values, live & (A != 0)
 
 
-def _hacpo_objective(batch: SequenceBatch, update_index: int, config: HacpoConfig) -> tuple[Tensor, Tensor]:
-    if update_index < 0:
-        raise ValueError(f"update_index must be at least 0, not {update_index}")
-    self_values, self_live = self_objective(batch, config)
-    cross_values, cross_live = _cross_objective(batch, update_index, config)
-    return torch.where(batch.is_self, self_values, cross_values), torch.where(batch.is_self, self_live, cross_live)
+def scaled_update_index(made: int, planned: int, config: HacpoConfig) -> float:
+    """m of the rising band after ``made`` of a step's ``planned`` updates (section 3.4).
+
+    The count itself, or under ``m_scale`` that many at the step's end, however many mini-batches it is cut into. Raises
+    ValueError unless 0 <= made <= planned.
+    """
+    if not 0 <= made <= planned:
+        raise ValueError(f"made must be between 0 and planned ({planned}), not {made}")
+    return float(made) if config.m_scale is None else config.m_scale * made / max(1, planned)
 
 
-def loss_and_metrics(
-    batch: SequenceBatch, values: Tensor, live: Tensor, config: HacpoConfig
-) -> tuple[Tensor, dict[str, float]]:
+def sequence_loss(batch: SequenceBatch, values: Tensor, live: Tensor) -> tuple[Tensor, dict[str, float]]:
     """Loss -mean over the B rows of an objective with the given values (B,) and live rows (B,), and its metrics."""
     # The last factor is 1; its derivative makes d objective / d mean_logp = value in live rows and 0 in the others.
     objective = values * (1 + live * (batch.mean_logp - batch.mean_logp.detach()))
+    return -objective.mean(), loss_metrics(batch, live.to(values))
+
+
+def loss_metrics(batch: SequenceBatch, live_share: Tensor) -> dict[str, float]:
+    """The metrics of a loss, by the names above; ``live_share`` (B,) is how much of each row has a gradient, 0 to 1."""
     own, cross = batch.is_self, ~batch.is_self
     positive, negative = cross & (batch.advantages > 0), cross & (batch.advantages < 0)
-    ratio = batch.ratio(config)
     sums = {
         SELF_SEQUENCES: own,
-        SELF_CLIPPED: own & (batch.advantages != 0) & ~live,
-        SELF_RATIO_SUM: own * ratio,
+        SELF_CLIPPED: (own & (batch.advantages != 0)) * (1 - live_share),
         CROSS_SEQUENCES: cross,
-        CROSS_RATIO_SUM: cross * ratio,
         CROSS_POSITIVE: positive,
-        CROSS_POSITIVE_LIVE: positive & live,
+        CROSS_POSITIVE_LIVE: positive * live_share,
         CROSS_NEGATIVE: negative,
-        CROSS_NEGATIVE_LIVE: negative & live,
+        CROSS_NEGATIVE_LIVE: negative * live_share,
     }
     # Stacked, so that an accelerator is waited for once.
-    totals: list[float] = torch.stack([rows.sum().to(ratio.dtype) for rows in sums.values()]).tolist()
-    return -objective.mean(), dict(zip(sums, totals, strict=True))
+    totals: list[float] = torch.stack([rows.sum().to(live_share.dtype) for rows in sums.values()]).tolist()
+    return dict(zip(sums, totals, strict=True))
+
+
+def sequence_ratios(target_logps: Tensor, mask: Tensor, source_mean_logp: Tensor, config: HacpoConfig) -> Tensor:
+    """Sequence ratios s (B,) without gradient (section 3.3); arguments and errors as in ``hacpo_loss``."""
+    mean_logp = checks.masked_mean(target_logps.detach(), checks.token_mask(target_logps, mask))
+    source_B = checks.vector("source_mean_logp", source_mean_logp, target_logps.dtype).to(target_logps.device)
+    checks.shape("source_mean_logp", source_B, mean_logp.shape)
+    return clamped_exp(mean_logp - source_B, config)
+
+
+def clamped_exp(log_ratio: Tensor, config: HacpoConfig) -> Tensor:
+    """Ratios from their logs, of any shape, the logs clamped to ±``max_abs_log_ratio``."""
+    return log_ratio.clamp(-config.max_abs_log_ratio, config.max_abs_log_ratio).exp()
 
 
 def hacpo_loss(
@@ -308,7 +332,7 @@ def hacpo_loss(
     advantages: Tensor,
     is_self: Tensor,
     omega: Tensor,
-    update_index: int,
+    update_index: float,
     config: HacpoConfig,
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss of HACPO over own and cross rollouts (sections 3.2-3.4, eqs. 6-14; appendix E, eqs. 47-53).
@@ -324,7 +348,7 @@ def hacpo_loss(
         advantages: (B,) of ``joint_advantages``.
         is_self: (B,), true (or 1) for the learner's own rollouts.
         omega: (B,) ``capability_ratio`` from the source to the learner, 1 for own rollouts.
-        update_index: optimizer updates already made in this step, own ones included.
+        update_index: m, the optimizer updates already made in this step, own ones included (``scaled_update_index``).
 
     Returns:
         The loss, a scalar, and the metrics by the names above.
@@ -332,28 +356,40 @@ def hacpo_loss(
     Raises ValueError, naming the argument: a wrong shape or dtype, no rows, a row without a token, a value that is not
     finite, a mask or flag other than 0 and 1, an omega that is not positive, a negative update index.
     """
+    if not 0 <= update_index < math.inf:
+        raise ValueError(f"update_index must be at least 0, not {update_index}")
     batch = SequenceBatch.of(target_logps, mask, source_mean_logp, advantages, is_self, omega)
-    values, live = _hacpo_objective(batch, update_index, config)
-    return loss_and_metrics(batch, values, live, config)
+    self_values, self_live = self_objective(batch, config)
+    cross_values, cross_live = _cross_objective(batch, update_index, config)
+    values = torch.where(batch.is_self, self_values, cross_values)
+    return sequence_loss(batch, values, torch.where(batch.is_self, self_live, cross_live))
 
 
-def live_mask(
-    target_logps: Tensor,
-    mask: Tensor,
-    source_mean_logp: Tensor,
-    advantages: Tensor,
-    is_self: Tensor,
-    omega: Tensor,
-    update_index: int,
-    config: HacpoConfig,
-) -> Tensor:
-    """Rows (B,) bool to which ``hacpo_loss``, with the same arguments and errors, gives a gradient.
+def foreign_sources(
+    ratios: Tensor | Sequence[float], sources: Sequence[str], learner: str, config: HacpoConfig
+) -> frozenset[str]:
+    """Sources other than the learner whose median ratio is below ``source_floor``.
 
-    A mini-batch without one should not be stepped on: the optimizer's momentum alone would move the weights.
+    The learner would hardly ever answer as they do. What they answer carries no gradient then, but their rewards would
+    still move the baselines of the learner's own rollouts: a group without a success of its own would only be pushed away
+    from what it has.
+
+    Args:
+        ratios: (B,) sequence ratios s before the step's updates.
+        sources: (B,) agent ids.
+
+    Raises ValueError, naming the argument, for unequal lengths or ratios that are not finite.
     """
-    with torch.no_grad():
-        batch = SequenceBatch.of(target_logps, mask, source_mean_logp, advantages, is_self, omega)
-        return _hacpo_objective(batch, update_index, config)[1]
+    ratios_B = checks.vector("ratios", ratios, torch.float64)
+    checks.agents(sources, len(ratios_B))
+    by_source: dict[str, list[float]] = {}
+    for source, ratio in zip(sources, ratios_B.tolist(), strict=True):
+        by_source.setdefault(source, []).append(ratio)
+    return frozenset(
+        source
+        for source, values in by_source.items()
+        if source != learner and statistics.median(values) < config.source_floor
+    )
 
 
 def k3_kl(target_logps: Tensor, reference_logps: Tensor, mask: Tensor) -> Tensor:
@@ -369,60 +405,8 @@ def k3_kl(target_logps: Tensor, reference_logps: Tensor, mask: Tensor) -> Tensor
     Returns:
         (B,), in nats. Raises ValueError as ``hacpo_loss`` does.
     """
-    mask_BT = _check_tokens(target_logps, mask)
-    _check_shape("reference_logps", reference_logps, target_logps.shape)
-    reference = reference_logps.detach().to(target_logps)
-    _check_finite("reference_logps", reference[mask_BT])
+    mask_BT = checks.token_mask(target_logps, mask)
+    reference = checks.token_logps("reference_logps", reference_logps, target_logps, mask_BT)
     # Masked before the exponential: what is under the mask may be anything, and 0 · inf would be nan in the gradient.
     d = torch.where(mask_BT, reference - target_logps, 0)
-    return _masked_mean(torch.expm1(d) - d, mask_BT)
-
-
-def _masked_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    return torch.where(mask_BT, values_BT, 0).sum(-1) / mask_BT.sum(-1)
-
-
-def _check_tokens(target_logps: Tensor, mask: Tensor) -> Tensor:
-    """The mask as bool, after checks of both (B, T)."""
-    if target_logps.dtype not in (torch.float32, torch.float64):
-        # Half precision resolves a ratio near 1 to 1e-3 at best; the clip range of own rollouts is a third of that.
-        raise ValueError(f"target_logps must be float32 or float64, not {target_logps.dtype}")
-    if target_logps.ndim != 2 or not len(target_logps):
-        raise ValueError(f"target_logps must have shape (B, T) with at least one row, not {tuple(target_logps.shape)}")
-    mask_BT = _flags("mask", mask, target_logps.shape, target_logps.device)
-    if not bool(mask_BT.any(-1).all()):
-        raise ValueError("mask must keep at least one token of each row")
-    _check_finite("target_logps", target_logps.detach()[mask_BT])
-    return mask_BT
-
-
-def _tensor(name: str, values: Tensor | Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
-    try:
-        return torch.as_tensor(values, dtype=dtype)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must hold numbers: {error}") from None
-
-
-def _vector(name: str, values: Tensor | Sequence[float], dtype: torch.dtype) -> Tensor:
-    vector = _tensor(name, values, dtype)
-    if vector.ndim != 1:
-        raise ValueError(f"{name} must have one dimension, not shape {tuple(vector.shape)}")
-    _check_finite(name, vector)
-    return vector
-
-
-def _flags(name: str, values: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
-    _check_shape(name, values, shape)
-    if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
-        raise ValueError(f"{name} must hold true and false, or 1 and 0")
-    return values.to(device, torch.bool)
-
-
-def _check_shape(name: str, values: Tensor, shape: tuple[int, ...]) -> None:
-    if values.shape != shape:
-        raise ValueError(f"{name} must have shape {tuple(shape)}, not {tuple(values.shape)}")
-
-
-def _check_finite(name: str, values: Tensor) -> None:
-    if not bool(torch.isfinite(values).all()):
-        raise ValueError(f"{name} must be finite")
+    return checks.masked_mean(torch.expm1(d) - d, mask_BT)

@@ -112,7 +112,7 @@ def test_what_was_lost_at_the_very_end_is_made_up_for_without_the_server(
     assert read_json(run_dir / "summary.json")["agents"]["b"] == after
 
 
-@pytest.mark.parametrize(("method", "shares"), [("naive", True), ("gspo", False)])
+@pytest.mark.parametrize(("method", "shares"), [("sapo", True), ("naive_own", True), ("grpo", False)])
 def test_other_methods(commands: Commands, config: Path, tmp_path: Path, method: str, shares: bool) -> None:
     folder = tmp_path / "run"
     commands.start(
