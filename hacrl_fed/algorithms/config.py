@@ -6,6 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
+_MAX_LOG_WEIGHT = 80.0  # exp of it still fits float32
+
 
 @dataclass(frozen=True)
 class HacpoConfig:
@@ -77,5 +79,8 @@ class HacpoConfig:
             raise ValueError(
                 f"ratio_min and ratio_max must hold 1 between them, not {self.ratio_min}, {self.ratio_max}"
             )
-        if not self.max_abs_log_ratio > 0:
-            raise ValueError(f"max_abs_log_ratio must be positive, not {self.max_abs_log_ratio}")
+        if not 0 < (1 + self.alpha) * self.max_abs_log_ratio <= _MAX_LOG_WEIGHT:
+            raise ValueError(
+                f"max_abs_log_ratio must be positive and at most {_MAX_LOG_WEIGHT:g} / (1 + alpha), "
+                f"not {self.max_abs_log_ratio}"
+            )
