@@ -80,8 +80,8 @@ class SiteConsole:
         """Warns, with the remedy, now and then."""
         self._warn(
             step,
-            f"the rollouts of {', '.join(sorted(sources))} are left out of this step: this model would hardly ever answer "
-            f"so (median ratio below algorithm.hacpo.source_floor, {algorithm.hacpo.source_floor}); agree on a form of "
+            f"the rollouts of {', '.join(sorted(sources))} are left out of this step: this model would hardly ever answer so "
+            f" (median ratio below algorithm.hacpo.source_floor, {algorithm.hacpo.source_floor}); agree on a form of "
             "answers in the prompt",
         )
 

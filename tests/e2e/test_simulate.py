@@ -126,6 +126,19 @@ def test_other_methods(commands: Commands, config: Path, tmp_path: Path, method:
         assert agent["before"] == agent["after"] == {}
 
 
+def test_sources_under_the_floor_are_left_out_and_told(commands: Commands, config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    commands.start(
+        *("simulate", "--config", config, "--run-dir", folder, "--set", "compare=[]"),
+        *("--set", "run.evaluation.prompts=0", "--set", "run.algorithm.hacpo.source_floor=1000"),
+    ).succeed()
+    for name, other in (("a", "b"), ("b", "a")):
+        agent = folder / "agents" / name
+        assert {line["source"] for path in (agent / "rollouts").iterdir() for line in read_lines(path)} == {name}
+        assert [line[f"left_out/{other}"] for line in read_lines(agent / "metrics.jsonl")] == [1.0, 1.0]
+        assert " ".join((agent / "client.log").read_text().split()).count(f"rollouts of {other} are left out") == 1
+
+
 def test_unknown_method_is_refused(commands: Commands, config: Path, tmp_path: Path) -> None:
     ended = commands.run("simulate", "--config", config, "--run-dir", tmp_path / "run", "--method", "hacop")
     assert_one_sentence(ended, 2, "method", "hacpo")
