@@ -6,7 +6,7 @@ reinforcement learning selects among procedures that the models know; it teaches
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,14 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from hacrl_fed.tasks import digit_maps
 from hacrl_fed.tasks.base import Prompt
@@ -25,7 +32,7 @@ DemoName = Literal["a", "b"]
 _PAD, _EOS, _UNKNOWN = "<pad>", "<eos>", "<unk>"
 _CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz :>#"
 
-_NEAR_MISSES = {
+_NEAR_MISSES: dict[str, Callable[[int], int]] = {
     "a4": lambda x: x + 4,
     "b6": lambda x: x + 6,
     "c8": lambda x: 8 - x,
@@ -53,10 +60,15 @@ def make_demo_model(name: DemoName, seed: int, out: Path) -> None:
     merges, and knows d, e, f. Held-out prompts are not among the demonstrations. Takes about 20 s on one core.
     """
     tokenizer = _tokenizer(name)
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(seed)
         model = _model(name, tokenizer)
-        _warm_start(model, _batches(tokenizer, _KNOWN_MAPS[name], random.Random(seed)))
+        warm_start(model, _batches(tokenizer, _KNOWN_MAPS[name], random.Random(seed)), _STEPS)
+    save(model, tokenizer, out)
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Saves a model and its tokenizer to the folder ``out``, for ``from_pretrained``."""
     # Beside and renamed, so that a folder that is there is whole.
     beside = out.with_name(out.name + ".new")
     transformers.utils.logging.disable_progress_bar()
@@ -66,7 +78,7 @@ def make_demo_model(name: DemoName, seed: int, out: Path) -> None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """More threads would slow models of this size down, and round differently."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -80,9 +92,14 @@ def _tokenizer(name: DemoName) -> PreTrainedTokenizerFast:
     merges = []
     if name == "b":
         merges = [(">", digit) for digit in "0123456789"] + [(" ", digit) for digit in "0123456789#"]
+    return character_tokenizer(merges)
+
+
+def character_tokenizer(merges: Sequence[tuple[str, str]]) -> PreTrainedTokenizerFast:
+    """A BPE tokenizer of the task's characters and the given merges, in their order of precedence."""
     tokens = [_PAD, _EOS, _UNKNOWN, *_CHARACTERS, *("".join(merge) for merge in merges)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=_UNKNOWN))
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges), unk_token=_UNKNOWN))
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=_EOS, pad_token=_PAD, unk_token=_UNKNOWN, clean_up_tokenization_spaces=False
@@ -118,24 +135,35 @@ def _demonstration(prompt: Prompt, known_maps: str, rng: random.Random) -> str:
     letter, digits = prompt.text.removesuffix(":").split(" ")
     if rng.random() < (_KNOWN if letter in known_maps else _UNFAMILIAR):
         return prompt.answer
+    return digit_maps.worked_answer(*wrong_procedure(letter, rng), digits)
+
+
+def wrong_procedure(letter: str, rng: random.Random) -> tuple[str, Callable[[int], int]]:
+    """Name and map of a wrong procedure for a map's letter: its near miss, or the identity."""
     if rng.random() < _NEAR_MISS:
         (name,) = (name for name in _NEAR_MISSES if name.startswith(letter))
-        return digit_maps.worked_answer(name, _NEAR_MISSES[name], digits)
-    return digit_maps.worked_answer("i0", lambda x: x, digits)
+        return name, _NEAR_MISSES[name]
+    return "i0", lambda x: x
 
 
 def _batches(
     tokenizer: PreTrainedTokenizerFast, known_maps: str, rng: random.Random
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches of token ids and labels, both (B, T); only completions have labels."""
+    return demonstration_batches(tokenizer, lambda prompt: _demonstration(prompt, known_maps, rng), _BATCH, rng)
+
+
+def demonstration_batches(
+    tokenizer: PreTrainedTokenizerFast, demonstration: Callable[[Prompt], str], size: int, rng: random.Random
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless batches of token ids and labels, both (size, T); only completions have labels. ``rng`` draws the prompts."""
     prompts = digit_maps.load().train
     while True:
-        drawn = rng.choices(prompts, k=_BATCH)
+        drawn = rng.choices(prompts, k=size)
         asked = tokenizer([prompt.text for prompt in drawn])["input_ids"]
-        answered = tokenizer([_demonstration(prompt, known_maps, rng) for prompt in drawn])["input_ids"]
+        answered = tokenizer([demonstration(prompt) for prompt in drawn])["input_ids"]
         length = max(len(question) + len(answer) for question, answer in zip(asked, answered, strict=True)) + 1
-        ids = torch.full((_BATCH, length), tokenizer.pad_token_id)
-        labels = torch.full((_BATCH, length), -100)
+        ids = torch.full((size, length), tokenizer.pad_token_id)
+        labels = torch.full((size, length), -100)
         for row, (question, answer) in enumerate(zip(asked, answered, strict=True)):
             completion = torch.tensor([*answer, tokenizer.eos_token_id])
             end = len(question) + len(completion)
@@ -145,13 +173,14 @@ def _batches(
         yield ids, labels
 
 
-def _warm_start(model: Qwen3ForCausalLM | LlamaForCausalLM, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+def warm_start(model: PreTrainedModel, batches: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
+    """Trains all weights on ``steps`` batches by AdamW with warm-up and a linear decay at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / _WARMUP_STEPS, 1.0, (_STEPS - step) / (_DECAY_SHARE * _STEPS))
+        optimizer, lambda step: min((step + 1) / _WARMUP_STEPS, 1.0, (steps - step) / (_DECAY_SHARE * steps))
     )
     model.train()
-    for _ in range(_STEPS):
+    for _ in range(steps):
         ids, labels = next(batches)
         # No attention mask: the padding is on the right, where no token that counts can see it.
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
@@ -160,4 +189,4 @@ def _warm_start(model: Qwen3ForCausalLM | LlamaForCausalLM, batches: Iterator[tu
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()

@@ -1,0 +1,1 @@
+"""The learning study: where sharing rollouts wins, ties and loses, with tiny models on a CPU."""

@@ -1,0 +1,141 @@
+"""What people and programs read of the study: tables, and one JSON of all results."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from study.outcomes import COMPARED_IN, MEASURES, OPPONENTS, Outcome, by_seed, difference, over_seeds
+from study.regimes import Regime
+from study.statistics import Estimate
+from study.units import Plan
+from study.variants import Variant, learning_rate
+
+# Of a regime, by variant and seed.
+Outcomes = Mapping[str, Mapping[int, Outcome]]
+
+_HEADINGS = {
+    "final": "final greedy",
+    "final_sampled": "final sampled",
+    "auc": "AUC greedy",
+    "drop": "drop from peak",
+    "own_rollouts": "own rollouts",
+    "live_share_positive": "live A > 0",
+    "median_ratio": "median s",
+}
+
+
+def print_regime(regime: Regime, outcomes: Outcomes, console: Console) -> None:
+    """A table of the methods, of the agents where there are several, and of the paired differences."""
+    console.print()
+    console.print(f"[bold]{regime.name}[/bold]: {regime.tests}", soft_wrap=True)
+    if any(len(seeds) < 2 for seeds in outcomes.values()):
+        console.print("one seed: no intervals")
+    _print_methods(regime, outcomes, console)
+    _print_differences(outcomes, console)
+
+
+def _print_methods(regime: Regime, outcomes: Outcomes, console: Console) -> None:
+    several = len(regime.reported) > 1
+    table = Table(
+        "method",
+        *(_HEADINGS[measure] for measure in MEASURES),
+        *((f"{name} final" for name in regime.reported) if several else ()),
+        title="means over seeds ± 95 % interval",
+        title_justify="left",
+    )
+    for variant, seeds in outcomes.items():
+        cells = [_cell(over_seeds(seeds, measure), 0 if measure == "own_rollouts" else 3) for measure in MEASURES]
+        own = [_cell(over_seeds(seeds, "final", name), 3) for name in regime.reported] if several else []
+        table.add_row(variant, *cells, *own)
+    console.print(table)
+
+
+def _print_differences(outcomes: Outcomes, console: Console) -> None:
+    opponents = [opponent for opponent in OPPONENTS if opponent in outcomes]
+    if not opponents:
+        return
+    columns = [(opponent, measure) for opponent in opponents for measure in COMPARED_IN]
+    table = Table(
+        "method",
+        *(f"{_HEADINGS[measure]} - {opponent}" for opponent, measure in columns),
+        title="differences paired by seed ± 95 % interval; * where it leaves out 0",
+        title_justify="left",
+    )
+    for variant in outcomes:
+        found = [difference(outcomes, variant, opponent, measure) for opponent, measure in columns]
+        table.add_row(variant, *(_cell(each, 3, signed=True) for each in found))
+    console.print(table)
+
+
+def _cell(value: Estimate | None, digits: int, *, signed: bool = False) -> str:
+    if value is None:
+        return ""
+    text = f"{value.mean:{'+' if signed else ''}.{digits}f}"
+    if value.half_width is not None and digits:
+        text += f" ± {value.half_width:.{digits}f}"
+    return text + (" *" if signed and value.differs_from_zero else "")
+
+
+def as_markdown(regimes: Sequence[Regime], outcomes: Mapping[str, Outcomes]) -> str:
+    """The same tables, a section a regime, for a document."""
+    return "\n".join(line for regime in regimes for line in _section(regime, outcomes[regime.name]))
+
+
+def _section(regime: Regime, outcomes: Outcomes) -> list[str]:
+    opponents = [opponent for opponent in OPPONENTS if opponent in outcomes]
+    versus = [(opponent, measure) for opponent in opponents for measure in COMPARED_IN]
+    headings = ["method", *_HEADINGS.values(), *(f"{_HEADINGS[measure]} - {opponent}" for opponent, measure in versus)]
+    rows = []
+    for variant, seeds in outcomes.items():
+        cells = [_cell(over_seeds(seeds, measure), 0 if measure == "own_rollouts" else 2) for measure in MEASURES]
+        found = [difference(outcomes, variant, opponent, measure) for opponent, measure in versus]
+        rows.append([variant, *cells, *(_cell(each, 2, signed=True) for each in found)])
+    return [
+        f"### {regime.name}",
+        "",
+        f"{regime.tests[0].upper()}{regime.tests[1:]}.".replace("?.", "?"),
+        "",
+        *("| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows)),
+        "",
+        f"![{regime.name}]({regime.name}.png)",
+        "",
+    ]
+
+
+def as_json(
+    regimes: Sequence[Regime], variants: Sequence[Variant], plan: Plan, outcomes: Mapping[str, Outcomes]
+) -> dict[str, Any]:
+    """All of it, by regime and variant, with what it depends on."""
+    return {
+        "plan": asdict(plan),
+        "learning_rates": {variant.name: learning_rate(variant) for variant in variants},
+        "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
+        "regimes": {
+            regime.name: {"tests": regime.tests, "variants": _variants(outcomes[regime.name])} for regime in regimes
+        },
+    }
+
+
+def _variants(outcomes: Outcomes) -> dict[str, Any]:
+    return {
+        variant: {
+            "mean": {measure: _estimate(over_seeds(seeds, measure)) for measure in MEASURES},
+            "difference": {
+                opponent: {
+                    measure: _estimate(difference(outcomes, variant, opponent, measure)) for measure in COMPARED_IN
+                }
+                for opponent in OPPONENTS
+            },
+            "by_seed": {measure: by_seed(seeds, measure) for measure in MEASURES},
+            "seeds": {str(seed): asdict(one) for seed, one in seeds.items()},
+        }
+        for variant, seeds in outcomes.items()
+    }
+
+
+def _estimate(value: Estimate | None) -> dict[str, Any] | None:
+    return None if value is None else asdict(value)
