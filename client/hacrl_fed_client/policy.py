@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-import inspect
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,22 +11,20 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hacrl_fed.config import Lora, SiteConfig
 from hacrl_fed.errors import HacrlFedError, UserError
+from hacrl_fed_client import logps
 from hacrl_fed_client.batching import micro_batches
 from hacrl_fed_client.loading import is_quantised, load_model, load_tokenizer, render_chat, take_eos_ids
+from hacrl_fed_client.logps import PromptAndCompletion
 from hacrl_fed_client.retokenize import AnyTokenizer, tokenizer_digest
 
 NOT_FINITE = (
     "the model gives log-probs that are not finite: its weights are damaged, or training has diverged; go back to an earlier "
     "checkpoint or model with a lower optimizer.lr"
 )
-
-# Prompt ids and completion ids of a sequence to score; neither may be empty.
-PromptAndCompletion = tuple[Sequence[int], Sequence[int]]
 
 
 class Policy:
@@ -62,7 +60,6 @@ class Policy:
         self._reference = reference
         self._autocast = autocast
         self.context_length: int | None = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
 
     @classmethod
     def load(cls, name: str, config: SiteConfig, seed: int, *, with_reference: bool) -> "Policy":
@@ -122,56 +119,36 @@ class Policy:
         ``reference``, under the policy as it was loaded, without gradient.
         """
         assert all(prompt and completion for prompt, completion in sequences)
-        prompt_lengths = torch.tensor([len(prompt) for prompt, _ in sequences])
-        lengths_B = torch.tensor([len(completion) for _, completion in sequences])
-        rows = [[*prompt, *completion] for prompt, completion in sequences]
-        width = max(len(row) for row in rows)
-        # The padding's id does not matter: masks come from lengths, and the model is causal.
-        input_ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        attention_mask = torch.arange(width) < (prompt_lengths + lengths_B)[:, None]
-        mask_BT = torch.arange(int(lengths_B.max())) < lengths_B[:, None]
-        # The token at position p is predicted at p - 1. Row and position of each completion token, row by row:
-        row_N, offset_N = mask_BT.nonzero(as_tuple=True)
-        position_N = prompt_lengths[row_N] + offset_N
-        targets_N = input_ids[row_N, position_N]
-
-        kept = width - int(prompt_lengths.min()) + 1 if self._keeps_logits else width
-        keep = {"logits_to_keep": kept} if self._keeps_logits else {}
+        ways = self._ways
         with (
             torch.set_grad_enabled(gradient and not reference),
             self.forward_context(training=gradient, reference=reference) as model,
         ):
-            logits = model(
-                input_ids=input_ids.to(self.device),
-                attention_mask=attention_mask.long().to(self.device),
-                use_cache=False,
-                **keep,
-            ).logits
-            logits_NV = logits[row_N.to(self.device), (position_N - 1 - (width - kept)).to(self.device)]
-            logps_N = -functional.cross_entropy(logits_NV.float(), targets_N.to(self.device), reduction="none")
-            mask_BT = mask_BT.to(self.device)
-            logps_BT = torch.zeros(mask_BT.shape, device=self.device).masked_scatter(mask_BT, logps_N)
-        return logps_BT, mask_BT
+            return logps.token_logps(model, sequences, ways)
+
+    def micro_batches(self, sequences: Sequence[PromptAndCompletion], micro_batch_tokens: int) -> list[list[int]]:
+        """Indices of ``sequences`` cut into what ``token_logps`` forwards in at most so many token slots."""
+        shapes = [logps.shape(sequence) for sequence in sequences]
+        return micro_batches(shapes, micro_batch_tokens, shares=self._ways.shares_prompts)
 
     def score(
         self, sequences: Sequence[PromptAndCompletion], micro_batch_tokens: int, check: Callable[[], None]
     ) -> list[float]:
         """Summed log-prob of each completion, in nats, without gradient. ``check`` is called between micro-batches."""
-        logps = self.completion_logps(sequences, micro_batch_tokens, check)
-        return [float(logps_T.double().sum()) for logps_T in logps]
+        found = self.completion_logps(sequences, micro_batch_tokens, check)
+        return [float(logps_T.double().sum()) for logps_T in found]
 
     def completion_logps(
         self, sequences: Sequence[PromptAndCompletion], micro_batch_tokens: int, check: Callable[[], None]
     ) -> list[Tensor]:
         """Log-probs (T_i,) float32 of each completion's tokens, in nats, on the CPU. As ``score``."""
-        logps = [torch.empty(0)] * len(sequences)
-        lengths = [len(prompt) + len(completion) for prompt, completion in sequences]
-        for batch in micro_batches(lengths, micro_batch_tokens):
+        found = [torch.empty(0)] * len(sequences)
+        for batch in self.micro_batches(sequences, micro_batch_tokens):
             check()
             logps_BT, _ = self.token_logps([sequences[i] for i in batch])
             for index, logps_T in zip(batch, logps_BT.cpu(), strict=True):
-                logps[index] = logps_T[: len(sequences[index][1])]
-        return logps
+                found[index] = logps_T[: len(sequences[index][1])]
+        return found
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that are trained."""
@@ -238,6 +215,11 @@ class Policy:
                 assert self._reference is not None, "loaded without a reference"
                 model = self._reference
             yield model
+
+    @functools.cached_property
+    def _ways(self) -> logps.Ways:
+        with torch.no_grad(), self.forward_context(training=False) as model:
+            return logps.find_ways(model, self.name)
 
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad]
