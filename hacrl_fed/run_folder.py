@@ -87,9 +87,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(
-                f"another process runs in {folder}: choose another --run-dir, or end that process"
-            ) from None
+            raise UserError(f"another process runs in {folder}: choose another folder, or end that process") from None
         yield
 
 

@@ -86,7 +86,7 @@ def test_an_unknown_key_is_told_with_the_nearest_one_of_its_section(
         ({"deadlines": {"step_s": 0}}, "deadlines.step_s: Input should be greater than 0"),
         ({"deadlines": {"step_s": float("inf")}}, "deadlines.step_s: Input should be a finite number"),
         ({"algorithm": {"method": "ppo"}}, "algorithm.method: Input should be 'hacpo', 'gspo'"),
-        ({"algorithm": {"hacpo": {"cross_clip_low": 1.5}}}, "algorithm.hacpo: cross_clip_low must be in"),
+        ({"algorithm": {"hacpo": {"cross_clip_low": 1.5}}}, "algorithm.hacpo: cross_clip_low must be at most 1"),
         ({"task": None}, "task: Input should be a valid dictionary"),
     ],
 )

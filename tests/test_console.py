@@ -30,9 +30,12 @@ def test_a_warning_comes_now_and_then_only() -> None:
     assert 1 < len(warnings("hacpo", repeat=30)) < 10
 
 
-def test_foreign_sources_are_named() -> None:
+def test_foreign_sources_are_named_and_starve_no_other_warning() -> None:
     output = io.StringIO()
     console = SiteConsole(Console(file=output, width=1000), "me")
     algorithm = AlgorithmConfig.model_validate({"hacpo": {"source_floor": 0.05}})
-    console.foreign(0, {"b", "a"}, algorithm)
-    assert "rollouts of a, b are left out" in output.getvalue() and "0.05" in output.getvalue()
+    console.foreign(0, {"b": 0.001, "a": 0.04}, algorithm)
+    console.few_live(0, 0.01, algorithm)
+    foreign, few = output.getvalue().splitlines()
+    assert "rollouts of a (median ratio 0.04), b (median ratio 0.001) are left out" in foreign and "0.05" in foreign
+    assert "1%" in few

@@ -16,10 +16,10 @@ from hacrl_fed.algorithms.hacpo import (
     CapabilityTracker,
     HacpoConfig,
     capability_ratio,
-    foreign_sources,
     hacpo_loss,
     joint_advantages,
     k3_kl,
+    median_ratios,
     scaled_update_index,
     sequence_ratios,
 )
@@ -314,6 +314,44 @@ def test_the_advantage_of_a_uniform_group_is_exactly_zero(reward, size, capabili
     assert advantages_of(step, config) == ([0.0] * size, [reward] * size)
 
 
+def test_rewards_that_differ_by_rounding_are_equal():
+    advantages, _ = joint_advantages(
+        [0.7, 0.7, 0.7 + 1e-9], [0] * 3, list("abb"), "a", {"a": 0.5, "b": 0.4}, HacpoConfig()
+    )
+    assert advantages.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: CapabilityTracker(window=2.5), "window"),
+        (lambda: CapabilityTracker().update({"a": None}), "mean_rewards"),
+        (lambda: CapabilityTracker().load_state_dict(None), "state"),
+        (lambda: CapabilityTracker().load_state_dict({"history": {"a": 5}}), "state"),
+        (lambda: capability_ratio("x", 1.0), "source"),
+        (lambda: joint_advantages([1.0], [0], ["a"], "a", None, HacpoConfig()), "capabilities"),
+        (lambda: joint_advantages([1.0], [0], ["a"], "a", {"a": "x"}, HacpoConfig()), "capabilities"),
+        (lambda: joint_advantages(torch.tensor([1j]), [0], ["a"], "a", {"a": 1.0}, HacpoConfig()), "rewards"),
+        (lambda: hacpo_loss([[-1.0]], [[1]], [-1.0], [1.0], [1], [1.0], 0, HacpoConfig()), "target_logps"),
+        (lambda: HacpoConfig(alpha="1"), "alpha"),
+        (lambda: HacpoConfig(window=2.5), "window"),
+        (lambda: HacpoConfig(positive_floor=2.0), "positive_floor"),
+        (lambda: HacpoConfig(alpha=9.0), "max_abs_log_ratio"),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(call, named):
+    with pytest.raises(ValueError, match=named):
+        call()
+
+
+def test_lists_are_taken_but_for_the_log_probs():
+    rows = rows_at([0.9, 0.9], [1.0, -1.0])
+    lists = [value.tolist() for value in rows.arguments()[1:]]
+    assert (
+        hacpo_loss(rows.target_logps, *lists, 0, HacpoConfig())[0] == hacpo_loss(*rows.arguments(), 0, HacpoConfig())[0]
+    )
+
+
 @settings(deadline=None)
 @given(SEEDS)
 def test_an_agent_without_rollouts_changes_nothing(seed):
@@ -389,7 +427,8 @@ def test_the_metrics_count_the_rows_with_a_gradient(seed, count, update_index, c
     live = (gradient != 0).any(-1)
     cross, A = ~rows.is_self, rows.advantages
     assert metrics[hacpo.SELF_SEQUENCES] == rows.is_self.sum()
-    assert metrics[hacpo.SELF_CLIPPED] == (rows.is_self & (A != 0) & ~live).sum()
+    assert metrics[hacpo.SELF_ADVANTAGED] == (rows.is_self & (A != 0)).sum()
+    assert metrics[hacpo.SELF_LIVE] == (rows.is_self & live).sum()
     assert metrics[hacpo.CROSS_SEQUENCES] == cross.sum()
     assert metrics[hacpo.CROSS_POSITIVE] == (cross & (A > 0)).sum()
     assert metrics[hacpo.CROSS_POSITIVE_LIVE] == (cross & (A > 0) & live).sum()
@@ -497,15 +536,14 @@ def test_the_band_may_rise_by_the_share_of_the_steps_updates():
     assert live_rows(rows_at([0.86, 0.87], [1.0, 1.0]), 2.5) == [False, True]
 
 
-def test_a_source_is_foreign_by_its_median_ratio():
+def test_median_ratios_are_by_source():
     ratios, sources = [0.9, 0.001, 0.01, 0.04, 0.2, 0.06, 0.001], list("abbbccc")
-    assert foreign_sources(ratios, sources, "a", HacpoConfig(source_floor=0.05)) == {"b"}
-    assert foreign_sources(ratios, sources, "b", HacpoConfig(source_floor=0.95)) == {"a", "c"}
-    assert foreign_sources(ratios, sources, "a", HacpoConfig()) == frozenset()
+    assert median_ratios(ratios, sources) == pytest.approx({"a": 0.9, "b": 0.01, "c": 0.06})
     with pytest.raises(ValueError, match="sources"):
-        foreign_sources(ratios, sources[:2], "a", HacpoConfig())
-    with pytest.raises(ValueError, match="ratios"):
-        foreign_sources([math.nan], ["b"], "a", HacpoConfig())
+        median_ratios(ratios, sources[:2])
+    for bad in (math.nan, -0.1):
+        with pytest.raises(ValueError, match="ratios"):
+            median_ratios([bad], ["b"])
 
 
 @pytest.mark.parametrize("name", ["m_scale", "source_floor", "alpha", "token_eps_low", "token_eps_high"])
@@ -662,6 +700,13 @@ def test_the_loss_refuses_bad_input(change, named):
     hacpo_loss(**arguments)
     with pytest.raises(ValueError, match=named):
         hacpo_loss(**{**arguments, **change})
+
+
+def test_k3_kl_of_a_token_that_the_learner_has_ruled_out_is_finite():
+    learner = torch.tensor([[-200.0, -1.0]], requires_grad=True)
+    kl = k3_kl(learner, torch.full((1, 2), -1.0), torch.ones(1, 2))
+    assert kl.item() == pytest.approx((math.exp(20) - 21) / 2)
+    assert torch.autograd.grad(kl.sum(), learner)[0].isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from hacrl_fed.algorithms.baselines import naive_advantages, own_advantages, sap
 from hacrl_fed.algorithms.hacpo import CapabilityTracker, HacpoConfig, capability_ratio, joint_advantages
 from hacrl_fed.config import AlgorithmConfig, SiteConfig
 from hacrl_fed_client.admission import AdmittedRollout
-from hacrl_fed_client.learning import training_rollouts, without_foreign_sources
+from hacrl_fed_client.learning import few_live_share, training_rollouts, without_foreign_sources
 from hacrl_fed_client.policy import Policy
+from hacrl_fed_client.update import TrainingRollout
 from tiny_models import save_tiny
 
 P, Q = TASK.train[:2]
@@ -133,10 +134,11 @@ def test_a_source_that_the_learner_would_never_imitate_is_left_out(tmp_path: Pat
             told = replace(row.rollout, token_count=1, logp_sum=min(0.0, mean + offset))
             placed.append(replace(row, source=source, rollout=told))
     arguments = PROMPT_IDS, policy, "a"
-    kept, foreign = without_foreign_sources(placed, *arguments, HacpoConfig(source_floor=0.1), 1000, lambda: None)
-    assert foreign == {"b"}
+    kept, medians = without_foreign_sources(placed, *arguments, HacpoConfig(source_floor=0.1), 1000, lambda: None)
+    assert medians.keys() == {"b", "c"}
+    assert medians["b"] < 0.01 and medians["c"] == pytest.approx(1, abs=1e-4)
     assert kept == [row for row in placed if row.source != "b"]
-    assert without_foreign_sources(placed, *arguments, HacpoConfig(), 1000, lambda: None) == (placed, frozenset())
+    assert without_foreign_sources(placed, *arguments, HacpoConfig(), 1000, lambda: None) == (placed, {})
 
 
 def test_sapo_learns_from_the_groups_that_it_draws() -> None:
@@ -152,3 +154,14 @@ def test_sapo_learns_from_the_groups_that_it_draws() -> None:
     assert learned == [row for row, keep in zip(rows, kept.tolist(), strict=True) if keep]
     assert [one.advantage for one in trained] == advantages[kept].tolist()
     assert metrics["cross_rollouts"] == 4  # that came, whatever is drawn of them
+
+
+def test_few_live_rollouts_are_worth_a_warning_where_there_are_enough() -> None:
+    def trained(positives: int) -> list[TrainingRollout]:
+        rows = [("b", 1.0)] * positives + [("b", -1.0)] * 9 + [("a", 1.0)] * 9
+        return [TrainingRollout(source, "q", (1,), (2,), -1.0, advantage) for source, advantage in rows]
+
+    assert few_live_share(trained(8), "a", {"cross/live_share_positive": 0.19}) == 0.19
+    assert few_live_share(trained(8), "a", {"cross/live_share_positive": 0.2}) is None
+    assert few_live_share(trained(7), "a", {"cross/live_share_positive": 0.0}) is None
+    assert few_live_share(trained(0), "a", {}) is None

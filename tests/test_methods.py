@@ -125,7 +125,7 @@ def test_grpo_clips_each_token_and_averages_by_sequence():
     # exp(.1) and exp(-1) are on the side that A > 0 pushes from; exp(.5) is over 1.28. exp(.3) with A < 0 is live.
     wanted = [[-2 * math.exp(0.1) / 3 / 2, 0.0, -2 * math.exp(-1) / 3 / 2], [math.exp(0.3) / 2, 0.0, 0.0]]
     torch.testing.assert_close(gradient, torch.tensor(wanted, dtype=torch.float64))
-    assert metrics[hacpo.SELF_CLIPPED] == pytest.approx(1 / 3)
+    assert metrics[hacpo.SELF_ADVANTAGED] == 1 and metrics[hacpo.SELF_LIVE] == pytest.approx(2 / 3)
     assert metrics[hacpo.CROSS_NEGATIVE_LIVE] == 1
 
 

@@ -43,7 +43,9 @@ def maker(tmp_path: Path, **limits: int) -> tuple[RolloutMaker, Policy, dict[str
     policy = Policy.load(save_tiny(tmp_path), config, 0, with_reference=False)
     run = RunConfig.model_validate({"task": "t", "steps": 1, "max_new_tokens": 12, "limits": limits})
     verifiers = VerifierPool(_Undecided(), 1.0, 1)
-    made = RolloutMaker("me", run, config, 4, policy, HfGenerator(policy, 8), verifiers, check=lambda: None)
+    made = RolloutMaker(
+        "me", run, config, 4, policy, HfGenerator(policy, 8, lambda: None), verifiers, check=lambda: None
+    )
     return made, policy, {prompt.id: tuple(policy.render_prompt(prompt.text)) for prompt in PROMPTS}
 
 
@@ -60,6 +62,18 @@ def test_rollouts_carry_the_training_pass_s_log_probs_and_what_cannot_be_verifie
         finished = admitted.completion_ids[-1] in policy.eos_ids
         assert finished == (admitted.rollout.finish_reason is FinishReason.STOP)
         assert admitted.rollout.token_count == len(admitted.completion_ids)
+
+
+def test_a_prompt_s_rollouts_do_not_depend_on_the_prompts_beside_it(tmp_path: Path) -> None:
+    made, _, prompt_ids = maker(tmp_path)
+
+    def ids(prompts: list[Prompt], seed: int) -> dict[str, list[tuple[int, ...]]]:
+        groups = [group for batch in made.make(prompts, prompt_ids, seed) for group in batch]
+        return {prompt.id: [r.completion_ids for r in group] for prompt, group in zip(prompts, groups, strict=True)}
+
+    whole = ids(PROMPTS, 1)
+    assert ids(PROMPTS[:0:-1], 1) == {prompt.id: whole[prompt.id] for prompt in PROMPTS[1:]}
+    assert ids(PROMPTS, 2) != whole
 
 
 def test_what_the_limits_would_refuse_is_left_out_and_counted(tmp_path: Path) -> None:

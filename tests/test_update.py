@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hacrl_fed.config import AlgorithmConfig, Lora, Optimizer, SiteConfig
 from hacrl_fed.errors import HacrlFedError
-from hacrl_fed_client.batching import micro_batches
+from hacrl_fed_client.batching import Shape, length_buckets, micro_batches, plain_slots, shared_slots
 from hacrl_fed_client.policy import Policy
 from hacrl_fed_client.update import TrainingRollout, Updater
 from tiny_models import END, save_tiny, tiny_tokenizer
@@ -35,18 +35,29 @@ def algorithm(**settings: Any) -> AlgorithmConfig:
 
 
 def rollouts(
-    policy: Policy, source: str, *, ratio: float = 1.0, prompts: int = 4, seed: int = 0
+    policy: Policy,
+    source: str,
+    *,
+    ratio: float = 1.0,
+    prompts: int = 4,
+    seed: int = 0,
+    groups: Sequence[int] = (),
+    shortest: int = 2,
 ) -> list[TrainingRollout]:
-    """Two rollouts a prompt of unlike lengths, down to one token, whose ratio to the source is ``ratio`` at first."""
+    """Rollouts of unlike lengths, down to one token, whose ratio to the source is ``ratio`` at first.
+
+    There are two a prompt, unless ``groups`` says how many; the prompts are ``shortest`` tokens long and more.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(0, 200, (count,), generator=generator).tolist())
 
     made = []
-    for prompt in range(prompts):
-        prompt_ids = ids(2 + 3 * prompt)
-        for sample, advantage in enumerate((1.0, -0.7)):
+    for prompt, size in enumerate(groups or [2] * prompts):
+        prompt_ids = ids(shortest + 3 * prompt)
+        for sample in range(size):
+            advantage = (1.0, -0.7)[sample % 2]
             completion_ids = (*ids((prompt + sample) % 5), policy.eos_ids[0])
             mean = policy.token_logps([(prompt_ids, completion_ids)])[0].mean().item()
             omega = 1.0 if source == "me" else 0.8
@@ -105,7 +116,7 @@ def naive_step(folder: str, batches: list[list[TrainingRollout]], kl_coef: float
 HACPO = {"hacpo": {"cross_clip_low": 0.5, "cross_clip_step": 0.0}}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
 def test_a_step_equals_that_of_a_naive_implementation(tmp_path: Path, family: Any, kl_coef: float) -> None:
     folder = save_tiny(tmp_path, family)
@@ -121,7 +132,20 @@ def test_a_step_equals_that_of_a_naive_implementation(tmp_path: Path, family: An
     for name in expected:
         torch.testing.assert_close(state[name], expected[name], atol=1e-6, rtol=0)
     assert metrics["updates_made"] == 6 and metrics["updates_skipped"] == 0
-    assert ("kl" in metrics) and (metrics["kl"] > 0) == (kl_coef > 0)
+    assert ("kl" in metrics) == (kl_coef > 0) and metrics.get("kl", 1) > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+@pytest.mark.parametrize("tokens", [10_000, 100, 1])
+def test_groups_of_unequal_size_after_long_prompts_give_the_same_step(tmp_path: Path, family: Any, tokens: int) -> None:
+    folder = save_tiny(tmp_path, family)
+    policy = load(folder)
+    own = rollouts(policy, "me", groups=(8, 1, 5, 2), shortest=30)
+    cross = rollouts(policy, "a", groups=(3, 8), shortest=40, ratio=0.8, seed=1)
+    updater(policy, algorithm(kl_coef=0.5, **HACPO), tokens=tokens).step([*own, *cross], nothing)
+    expected = naive_step(folder, [own[:9], own[9:], cross], kl_coef=0.5)
+    for name, value in policy.trainable_state().items():
+        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0)
 
 
 def slow_ratio_step(folder: str, batches: list[list[TrainingRollout]], token_level: bool) -> dict[str, torch.Tensor]:
@@ -219,6 +243,19 @@ def test_a_cross_mini_batch_without_gradient_leaves_the_optimizer_as_it_is(tmp_p
     assert any(not torch.equal(weights[name], value) for name, value in policy.trainable_state().items())
 
 
+def test_an_own_mini_batch_without_gradient_is_skipped_but_for_the_kl(tmp_path: Path) -> None:
+    policy = load(save_tiny(tmp_path))
+    equal = [replace(rollout, advantage=0.0) for rollout in rollouts(policy, "me")]
+    run = updater(policy, algorithm(method="gspo"))
+    run.step(rollouts(policy, "me"), nothing)
+    weights = policy.trainable_state()
+    metrics = run.step(equal, nothing)
+    assert (metrics["updates_made"], metrics["updates_skipped"]) == (0, 2) and "lr" not in metrics
+    assert all(torch.equal(weights[name], value) for name, value in policy.trainable_state().items())
+    with_kl = updater(policy, algorithm(method="gspo", kl_coef=0.1)).step(equal, nothing)
+    assert (with_kl["updates_made"], with_kl["updates_skipped"]) == (2, 0)
+
+
 def test_the_update_index_counts_updates_made(tmp_path: Path) -> None:
     # The band's lower bound is .5, and 1 after any update: cross rollouts of ratio .9 are live only if none was made.
     settings = algorithm(hacpo={"cross_clip_low": 0.5, "cross_clip_step": 0.6})
@@ -237,8 +274,10 @@ def test_the_update_index_counts_updates_made(tmp_path: Path) -> None:
 def test_mini_batches_hold_prompts_of_one_source_and_half_as_many_for_gspo_x2(tmp_path: Path) -> None:
     policy = load(save_tiny(tmp_path))
     own = rollouts(policy, "me", prompts=5)
-    for method, updates in [("gspo", 3), ("gspo_x2", 5)]:
-        assert updater(policy, algorithm(method=method)).step(own, nothing)["updates_made"] == updates
+    # A mini-batch that would hold more prompts than there are is halved all the same.
+    for prompts, method, mini_batches in [(2, "gspo", 3), (2, "gspo_x2", 5), (64, "gspo", 1), (64, "gspo_x2", 3)]:
+        metrics = updater(policy, algorithm(method=method, prompts_per_mini_batch=prompts)).step(own, nothing)
+        assert metrics["updates_made"] + metrics["updates_skipped"] == mini_batches
 
 
 def test_metrics_of_the_first_own_mini_batch(tmp_path: Path) -> None:
@@ -286,8 +325,7 @@ def test_the_learning_rate_warms_up_linearly_and_then_stays(tmp_path: Path) -> N
     run = updater(policy, algorithm(prompts_per_mini_batch=4), optimizer=Optimizer(lr=4e-3, warmup_steps=4))
     rates = []
     for _ in range(6):
-        rates.append(run.optimizer.param_groups[0]["lr"])
-        run.step(rollouts(policy, "me"), nothing)
+        rates.append(run.step(rollouts(policy, "me"), nothing)["lr"])
     assert rates == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3, 4e-3, 4e-3])
 
 
@@ -334,16 +372,49 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_it_ruins_the_weights(
     assert all(torch.equal(value, weights[name]) for name, value in policy.trainable_state().items())
 
 
-@given(lengths=st.lists(st.integers(1, 100)), budget=st.integers(1, 300))
-def test_micro_batches_hold_every_index_once_within_the_budget(lengths: list[int], budget: int) -> None:
-    batches = micro_batches(lengths, budget)
-    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+SHAPES = st.lists(st.builds(Shape, st.integers(0, 6), st.just(0), st.integers(1, 100))).map(
+    lambda shapes: [replace(shape, prompt_tokens=1 + 37 * shape.prompt % 60) for shape in shapes]
+)
+
+
+@given(shapes=SHAPES, budget=st.integers(1, 600), shares=st.booleans())
+def test_micro_batches_hold_every_index_once_within_the_budget(shapes: list[Shape], budget: int, shares: bool) -> None:
+    batches = micro_batches(shapes, budget, shares=shares)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(shapes)))
+
+    def slots(batch: list[int]) -> int:
+        chosen = [shapes[index] for index in batch]
+        return min(plain_slots(chosen), shared_slots(chosen) if shares else 10**9)
+
     for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= budget
-    # No two neighbours would have fitted together.
-    for left, right in itertools.pairwise(batches):
-        assert (len(left) + 1) * max(lengths[index] for index in left) > budget
-        assert min(lengths[index] for index in left) >= max(lengths[index] for index in right)
+        assert len(batch) == 1 or slots(batch) <= budget
+    if not shares:
+        # The next batch's longest did not fit.
+        for left, right in itertools.pairwise(batches):
+            assert slots([*left, right[0]]) > budget
+    else:
+        for prompt in {shape.prompt for shape in shapes}:
+            group = [index for index, shape in enumerate(shapes) if shape.prompt == prompt]
+            holding = [batch for batch in batches if set(group) & set(batch)]
+            assert len(holding) == 1 or slots(group) > budget
+
+
+def test_slots_are_counted_with_their_padding() -> None:
+    rows = [Shape("a", 10, 3), Shape("a", 10, 1), Shape("b", 4, 50), Shape("b", 4, 26), Shape("b", 4, 25)]
+    assert plain_slots(rows) == 5 * (4 + 50 - 1)
+    # Prompts to 10; completions without their last token: 49 and 25 to 49, then 24 and 2 to 24.
+    assert shared_slots(rows) == 2 * 10 + 2 * 49 + 2 * 24
+    assert length_buckets([2, 0, 49, 25, 24]) == [[2, 3], [4, 0]]
+    assert shared_slots([Shape("a", 10, 1)] * 3) == 10
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_like_lengths_are_together(shares: bool) -> None:
+    shapes = [Shape(number % 20, 10 * (number % 20 + 1), 5) for number in range(40)]
+    for batch in micro_batches(shapes, 600, shares=shares):
+        tokens = [shapes[index].prompt_tokens for index in batch]
+        others = [shape.prompt_tokens for index, shape in enumerate(shapes) if index not in batch]
+        assert not any(min(tokens) < other < max(tokens) for other in others)
 
 
 def test_a_checkpoint_keeps_the_moments_and_takes_the_settings_of_now(tmp_path: Path) -> None:

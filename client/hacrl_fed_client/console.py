@@ -1,6 +1,6 @@
 """What a person at a site sees: a line for each step, and below it what the site is doing and for whom it waits."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -23,7 +23,7 @@ class SiteConsole:
         self._doing = "starting"
         self._run_text = ""
         self._steps = 0
-        self._next_remedy = 0
+        self._next_remedy: dict[str, int] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -71,23 +71,21 @@ class SiteConsole:
         elif algorithm.hacpo.cross_band == "signed":
             floor = algorithm.hacpo.positive_floor
             remedy = f"lower algorithm.hacpo.positive_floor ({floor}), or look at what the others answer"
+        self._warn("few live", step, f"only {share:.0%} of the others' correct rollouts carry gradient; {remedy}")
+
+    def foreign(self, step: int, medians: Mapping[str, float], algorithm: AlgorithmConfig) -> None:
+        """Warns, with the remedy, now and then. ``medians`` are the ratios of the sources that were left out."""
+        names = ", ".join(f"{source} (median ratio {median:.2g})" for source, median in sorted(medians.items()))
         self._warn(
+            "foreign",
             step,
-            f"only {share:.0%} of the others' correct rollouts carry gradient: their ratios lie outside the band; {remedy}",
+            f"the rollouts of {names} are left out of this step, since this model would hardly ever answer so "
+            f"(algorithm.hacpo.source_floor is {algorithm.hacpo.source_floor}); agree on a form of answers in the prompt",
         )
 
-    def foreign(self, step: int, sources: Iterable[str], algorithm: AlgorithmConfig) -> None:
-        """Warns, with the remedy, now and then."""
-        self._warn(
-            step,
-            f"the rollouts of {', '.join(sorted(sources))} are left out of this step: this model would hardly ever answer so "
-            f" (median ratio below algorithm.hacpo.source_floor, {algorithm.hacpo.source_floor}); agree on a form of "
-            "answers in the prompt",
-        )
-
-    def _warn(self, step: int, warning: str) -> None:
-        if step >= self._next_remedy:
-            self._next_remedy = step + _REMEDY_EVERY
+    def _warn(self, kind: str, step: int, warning: str) -> None:
+        if step >= self._next_remedy.get(kind, 0):
+            self._next_remedy[kind] = step + _REMEDY_EVERY
             self.tell(f"warning: {warning}")
 
     def _show(self) -> None:

@@ -18,6 +18,7 @@ from hacrl_fed.tasks.registry import load_task
 from hacrl_fed.verifiers.pool import WORKERS, VerifierPool
 from hacrl_fed_client.generation.base import Generator
 from hacrl_fed_client.generation.hf import HfGenerator
+from hacrl_fed_client.generation.sampling import derive_seed
 from hacrl_fed_client.policy import Policy
 from hacrl_fed_client.retokenize import Retokenizer
 
@@ -61,7 +62,11 @@ def measure(
     """
     items = []
     groups = generator.generate(
-        [prompt_ids[prompt.id] for prompt in prompts], 1, max_new_tokens, greedy=mode == "greedy", seed=seed
+        [prompt_ids[prompt.id] for prompt in prompts],
+        1,
+        max_new_tokens,
+        greedy=mode == "greedy",
+        seeds=[derive_seed(seed, prompt.id) for prompt in prompts],
     )
     for prompt, completions in zip(prompts, groups, strict=True):
         check()
@@ -90,7 +95,7 @@ def run_evaluation(
     transformers.utils.logging.set_verbosity_error()
     task = load_task(task_id, site_config.tasks, base_dir)
     policy = Policy.load(model, site_config, seed, with_reference=False)
-    generator = HfGenerator(policy, site_config.generation_rows)
+    generator = HfGenerator(policy, site_config.generation_rows, check=_no_check)
     retokenizer = Retokenizer(policy.tokenizer, policy.eos_ids)
     chosen = task.held_out[:prompts]
     prompt_ids = {prompt.id: tuple(policy.render_prompt(prompt.text)) for prompt in chosen}
@@ -122,6 +127,10 @@ def run_evaluation(
             )
     _show(model, task_id, len(fitting), len(chosen) - len(fitting), accuracies, console)
     return accuracies
+
+
+def _no_check() -> None:
+    """Only Ctrl-C ends an evaluation, and that needs no help."""
 
 
 def _show(

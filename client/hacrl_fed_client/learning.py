@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from hacrl_fed.algorithms.config import HacpoConfig
-from hacrl_fed.algorithms.hacpo import CapabilityTracker, capability_ratio, clamped_exp, foreign_sources
+from hacrl_fed.algorithms.hacpo import CapabilityTracker, capability_ratio, clamped_exp, median_ratios
 from hacrl_fed.algorithms.methods import METHODS
 from hacrl_fed.config import AlgorithmConfig
 from hacrl_fed.records import FinishReason
 from hacrl_fed_client.admission import AdmittedRollout
 from hacrl_fed_client.policy import Policy
 from hacrl_fed_client.update import TrainingRollout
+
+_FEW_LIVE = 0.2
+_ENOUGH_POSITIVES = 8
 
 
 def training_rollouts(
@@ -81,21 +84,36 @@ def without_foreign_sources(
     config: HacpoConfig,
     micro_batch_tokens: int,
     check: Callable[[], None],
-) -> tuple[list[AdmittedRollout], frozenset[str]]:
-    """The rollouts that are left under ``source_floor``, in their order, and the sources that are not.
+) -> tuple[list[AdmittedRollout], dict[str, float]]:
+    """The rollouts that are left under ``source_floor``, in their order, and each peer's median ratio.
 
-    Costs a pass without gradient over the cross rollouts, where there is a floor. ``check`` as in ``Policy.score``.
+    The learner would hardly ever answer as a source below the floor does. What that source answers carries no gradient then,
+    but its rewards would still move the baselines of the learner's own rollouts: a group without a success of its own would
+    only be pushed away from what it has.
+
+    Costs a pass without gradient over the cross rollouts; without a floor there is none, and there are no ratios. ``check`` as
+    in ``Policy.score``.
     """
     cross = [admitted for admitted in rollouts if admitted.source != learner]
     if not config.source_floor or not cross:
-        return list(rollouts), frozenset()
+        return list(rollouts), {}
     sequences = [(prompt_ids[admitted.rollout.prompt_id], admitted.completion_ids) for admitted in cross]
     logps = policy.completion_logps(sequences, micro_batch_tokens, check)
     means = torch.stack([logps_T.mean() for logps_T in logps])
     source_means = torch.tensor([admitted.rollout.mean_logp for admitted in cross])
-    ratios = clamped_exp(means - source_means, config)
-    foreign = foreign_sources(ratios, [admitted.source for admitted in cross], learner, config)
-    return [admitted for admitted in rollouts if admitted.source not in foreign], foreign
+    medians = median_ratios(clamped_exp(means - source_means, config), [admitted.source for admitted in cross])
+    kept = [admitted for admitted in rollouts if medians.get(admitted.source, math.inf) >= config.source_floor]
+    return kept, medians
+
+
+def few_live_share(trained: Sequence[TrainingRollout], learner: str, metrics: Mapping[str, float]) -> float | None:
+    """Share of the cross rollouts with A > 0 that carry gradient, by an update's metrics, where it is worth a warning.
+
+    That is below 20 %, of at least 8: of fewer a share says little.
+    """
+    positives = sum(row.source != learner and row.advantage > 0 for row in trained)
+    share = metrics.get("cross/live_share_positive", 1.0)
+    return share if positives >= _ENOUGH_POSITIVES and share < _FEW_LIVE else None
 
 
 def _reward_metrics(rollouts: Sequence[AdmittedRollout], learner: str) -> dict[str, float]:

@@ -13,6 +13,7 @@ from hacrl_fed.tasks.base import Prompt
 from hacrl_fed.verifiers.pool import VerifierPool
 from hacrl_fed_client.admission import AdmittedRollout
 from hacrl_fed_client.generation.base import Completion, Generator
+from hacrl_fed_client.generation.sampling import derive_seed
 from hacrl_fed_client.policy import NOT_FINITE, Policy
 from hacrl_fed_client.retokenize import Retokenizer
 
@@ -33,7 +34,7 @@ class RolloutMaker:
         verifiers: VerifierPool,
         check: Callable[[], None],
     ) -> None:
-        """``check`` is called between pieces of work, and may raise to end it."""
+        """``check`` is called between micro-batches of scoring, and may raise to end the work; generation has its own."""
         self._agent = agent
         self._run = run
         self._config = config
@@ -50,6 +51,8 @@ class RolloutMaker:
     ) -> Iterator[list[list[AdmittedRollout]]]:
         """Yields the groups of the prompts, in order, several at a time: as many as are generated at once.
 
+        Completions follow from ``seed`` and each prompt's id.
+
         Raises HacrlFedError where the policy's log-probs are not finite.
         """
         generated = self._generator.generate(
@@ -57,12 +60,11 @@ class RolloutMaker:
             self._group_size,
             self._run.max_new_tokens,
             greedy=False,
-            seed=seed,
+            seeds=[derive_seed(seed, prompt.id) for prompt in prompts],
         )
         at_once = max(1, self._config.generation_rows // self._group_size)
         batch: list[tuple[Prompt, list[Completion]]] = []
         for number, (prompt, completions) in enumerate(zip(prompts, generated, strict=True), start=1):
-            self._check()
             batch.append((prompt, completions))
             if len(batch) == at_once or number == len(prompts):
                 yield [self._sendable(group) for group in self._verified(batch, prompt_ids)]

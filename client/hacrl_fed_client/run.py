@@ -157,7 +157,7 @@ def _build_site(
         config=config,
         task=joining.task,
         policy=policy,
-        generator=HfGenerator(policy, config.generation_rows),
+        generator=HfGenerator(policy, config.generation_rows, session.check),
         updater=updater,
         tracker=tracker,
         verifiers=verifiers,

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 from hacrl_fed.algorithms.hacpo import CapabilityTracker
@@ -23,8 +22,9 @@ from hacrl_fed_client.admission import Admission, AdmittedRollout
 from hacrl_fed_client.console import SiteConsole
 from hacrl_fed_client.evaluate import MODES, measure
 from hacrl_fed_client.generation.base import Generator
+from hacrl_fed_client.generation.sampling import derive_seed
 from hacrl_fed_client.inbox import ClosedStep, Inbox
-from hacrl_fed_client.learning import training_rollouts, without_foreign_sources
+from hacrl_fed_client.learning import few_live_share, training_rollouts, without_foreign_sources
 from hacrl_fed_client.policy import Policy
 from hacrl_fed_client.progress import Progress
 from hacrl_fed_client.publisher import OwnStep, Publisher
@@ -35,8 +35,6 @@ from hacrl_fed_client.update import Updater
 
 _log = logging.getLogger(__name__)
 
-_FEW_LIVE = 0.2
-_ENOUGH_POSITIVES = 8  # to speak of a share of them
 _LENGTH_RATIO = 8  # of a peer's completion in this site's tokens to max_new_tokens, at most
 
 
@@ -257,7 +255,7 @@ class Site:
         self, step: int, rollouts: list[AdmittedRollout], prompt_ids: Mapping[str, tuple[int, ...]]
     ) -> dict[str, float]:
         self._doing("updating")
-        taken, foreign = without_foreign_sources(
+        taken, medians = without_foreign_sources(
             rollouts,
             prompt_ids,
             self._policy,
@@ -266,8 +264,9 @@ class Site:
             self._config.micro_batch_tokens,
             self._session.check,
         )
+        foreign = sorted(medians.keys() - {admitted.source for admitted in taken})
         if foreign:
-            self._console.foreign(step, foreign, self._algorithm)
+            self._console.foreign(step, {source: medians[source] for source in foreign}, self._algorithm)
         if not taken:
             _log.warning("step %d has no rollouts to learn from", step)
             return {}
@@ -278,12 +277,12 @@ class Site:
         self.progress.totals.update(
             own_rollouts=int(metrics["own_rollouts"]), cross_rollouts=int(metrics["cross_rollouts"])
         )
-        metrics |= {f"left_out/{source}": 1.0 for source in sorted(foreign)}
+        metrics |= {f"source_ratio/{source}": ratio for source, ratio in medians.items()}
+        metrics |= {f"left_out/{source}": 1.0 for source in foreign}
         own = [rollout for rollout in rollouts if rollout.source == self._agent]
         metrics["round_trip_share"] = self._maker.round_trip_share(own)
-        positives = sum(row.source != self._agent and row.advantage > 0 for row in trained)
-        live = metrics.get("cross/live_share_positive", 1.0)
-        if positives >= _ENOUGH_POSITIVES and live < _FEW_LIVE:
+        live = few_live_share(trained, self._agent, metrics)
+        if live is not None:
             self._console.few_live(step, live, self._algorithm)
         _write_rollouts(
             self._run_dir / "rollouts" / f"step-{step:06d}.jsonl", learned, [row.advantage for row in trained]
@@ -338,8 +337,7 @@ class Site:
         return {key: ids for key, ids in rendered.items() if len(ids) <= self._prompt_limit}
 
     def _seed(self, purpose: str) -> int:
-        digest = sha256(f"{self._run.seed}/{self._agent}/{purpose}".encode()).digest()
-        return int.from_bytes(digest[:6], "big")
+        return derive_seed(self._run.seed, self._agent, purpose)
 
     def idle(self) -> None:
         """Says that what was ordered is done."""

@@ -16,7 +16,6 @@ from hacrl_fed.algorithms import hacpo
 from hacrl_fed.algorithms.methods import METHODS, Anchor
 from hacrl_fed.config import AlgorithmConfig, Optimizer
 from hacrl_fed.errors import HacrlFedError
-from hacrl_fed_client.batching import micro_batches
 from hacrl_fed_client.policy import Policy
 
 
@@ -91,8 +90,8 @@ class Updater:
         """Updates the policy on a step's rollouts and returns the step's metrics.
 
         A mini-batch holds the rollouts of ``prompts_per_mini_batch`` prompts of one source, in the order given. A
-        mini-batch of cross rollouts none of which carries gradient is skipped: the optimizer's momentum alone would
-        move the weights. ``check`` is called between micro-batches; whatever it raises leaves the policy as the last
+        mini-batch none of whose rollouts carries gradient is skipped: the optimizer's momentum alone would move the
+        weights. ``check`` is called between micro-batches; whatever it raises leaves the policy as the last
         whole update left it. Raises HacrlFedError for a gradient that is not finite.
         """
         tally = _Tally(self._learner)
@@ -105,28 +104,30 @@ class Updater:
             source = rollouts[mini_batch[0]].source
             sums, ratios = self._accumulate_gradient(rollouts, anchors, mini_batch, update_index, check)
             tally.add(source, sums, ratios)
-            cross_live = sums[hacpo.CROSS_POSITIVE_LIVE] + sums[hacpo.CROSS_NEGATIVE_LIVE]
-            if sums[hacpo.CROSS_SEQUENCES] and not cross_live:
+            live = sums[hacpo.SELF_LIVE] + sums[hacpo.CROSS_POSITIVE_LIVE] + sums[hacpo.CROSS_NEGATIVE_LIVE]
+            if not live and _KL_SUM not in sums:
                 tally.skipped += 1
                 continue
             norm = float(torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm))
             if not math.isfinite(norm):
                 raise HacrlFedError("the gradient is not finite: resume from a checkpoint with a lower optimizer.lr")
             self.optimizer.step()
+            tally.updated(source, norm, lr=self.optimizer.param_groups[0]["lr"])
             self.scheduler.step()
-            tally.updated(source, norm)
         self.optimizer.zero_grad(set_to_none=True)
-        return tally.metrics() | {"lr": self.optimizer.param_groups[0]["lr"]}
+        return tally.metrics()
 
     def _mini_batches(self, rollouts: Sequence[TrainingRollout]) -> list[list[int]]:
         """Indices of the rollouts of each mini-batch."""
         by_source: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for index, rollout in enumerate(rollouts):
             by_source[rollout.source][rollout.prompt_key].append(index)
-        prompts = max(1, self._algorithm.prompts_per_mini_batch // self._method.group_multiplier)
         batches = []
         for source in sorted(by_source, key=lambda name: (name != self._learner, name)):
             groups = list(by_source[source].values())
+            # Of those there are: a mini-batch may hold more prompts than a step has.
+            prompts = min(self._algorithm.prompts_per_mini_batch, len(groups))
+            prompts = max(1, prompts // self._method.group_multiplier)
             for start in range(0, len(groups), prompts):
                 batches.append([index for group in groups[start : start + prompts] for index in group])
         return batches
@@ -158,12 +159,12 @@ class Updater:
         config = self._algorithm.hacpo
         own = rollouts[mini_batch[0]].source == self._learner
         kl_coef = self._algorithm.kl_coef if own else 0.0
-        lengths = [len(rollouts[index].prompt_ids) + len(rollouts[index].completion_ids) for index in mini_batch]
-        for places in micro_batches(lengths, self._micro_batch_tokens):
+        whole = [(rollouts[index].prompt_ids, rollouts[index].completion_ids) for index in mini_batch]
+        for places in self._policy.micro_batches(whole, self._micro_batch_tokens):
             check()
             rows = [rollouts[mini_batch[place]] for place in places]
             anchor = [anchors[mini_batch[place]] for place in places]
-            sequences = [(row.prompt_ids, row.completion_ids) for row in rows]
+            sequences = [whole[place] for place in places]
             logps_BT, mask_BT = self._policy.token_logps(sequences, gradient=True)
             anchor_logps = (pad_sequence(anchor, batch_first=True) if anchor[0].ndim else torch.stack(anchor)).to(
                 logps_BT.device
@@ -200,6 +201,7 @@ class _Tally:
     def __init__(self, learner: str) -> None:
         self.made = 0
         self.skipped = 0
+        self._lr: float | None = None
         self._learner = learner
         self._losses: list[float] = []
         self._sums: dict[str, Counter[str]] = defaultdict(Counter)
@@ -212,9 +214,10 @@ class _Tally:
         self._ratios[source] += ratios
         self._losses.append(sums[_LOSS_SUM] / (sums[hacpo.SELF_SEQUENCES] + sums[hacpo.CROSS_SEQUENCES]))
 
-    def updated(self, source: str, grad_norm: float) -> None:
+    def updated(self, source: str, grad_norm: float, lr: float) -> None:
         """Adds an update made, on a mini-batch of a source; the norm is that before clipping."""
         self.made += 1
+        self._lr = lr
         self._grad_norms["self" if source == self._learner else "cross"].append(grad_norm)
 
     def metrics(self) -> dict[str, float]:
@@ -223,9 +226,10 @@ class _Tally:
         peers = [source for source in self._sums if source != self._learner]
         shares = {
             "loss": (sum(self._losses), len(self._losses)),
-            "kl": (own[_KL_SUM], own[hacpo.SELF_SEQUENCES]),
-            "self/clip_share": (own[hacpo.SELF_CLIPPED], own[hacpo.SELF_SEQUENCES]),
+            "self/clip_share": (own[hacpo.SELF_ADVANTAGED] - own[hacpo.SELF_LIVE], own[hacpo.SELF_SEQUENCES]),
         }
+        if _KL_SUM in own:
+            shares["kl"] = (own[_KL_SUM], own[hacpo.SELF_SEQUENCES])
         ratios = {"self": self._ratios[self._learner], "cross": [s for peer in peers for s in self._ratios[peer]]}
         cross = {"cross": sum((self._sums[peer] for peer in peers), Counter[str]())}
         for peer in peers:
@@ -246,6 +250,8 @@ class _Tally:
         for name, values in {"grad_norm": norms, **{f"grad_norm/{k}": v for k, v in self._grad_norms.items()}}.items():
             if values:
                 means[name] = statistics.fmean(values)
+        if self._lr is not None:
+            means["lr"] = self._lr
         return means | {"updates_made": float(self.made), "updates_skipped": float(self.skipped)}
 
 

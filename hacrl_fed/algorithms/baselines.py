@@ -119,7 +119,7 @@ def gspo_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """-mean over all B rows, own and cross, of min(s A, clip(s, 1 - eps_low, 1 + eps_high) A) (GSPO, eqs. 5 and 7).
 
-    Arguments, metrics and errors as in ``hacpo_loss``; ``omega`` and ``update_index`` do not enter.
+    Arguments, metrics and errors as in ``hacpo_loss``; ``omega`` does not enter, and ``update_index`` is not read.
     """
     batch = SequenceBatch.of(target_logps, mask, source_mean_logp, advantages, is_self, omega)
     return sequence_loss(batch, *self_objective(batch, config))
@@ -139,7 +139,7 @@ def grpo_loss(
 
     r is a token's ratio to the learner at the step's start (GRPO, arXiv 2402.03300, eq. 3; the asymmetric range of DAPO,
     arXiv 2503.14476, eq. 10). Arguments, metrics and errors as in ``hacpo_loss``, but for ``old_logps`` (B, T), the
-    tokens' log-probs under the learner at the step's start; ``omega`` and ``update_index`` do not enter.
+    tokens' log-probs under the learner at the step's start; ``omega`` does not enter, and ``update_index`` is not read.
     """
     mask_BT = checks.token_mask(target_logps, mask)
     old_BT = checks.token_logps("old_logps", old_logps, target_logps, mask_BT)

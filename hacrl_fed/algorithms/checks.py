@@ -8,6 +8,8 @@ from torch import Tensor
 
 def token_mask(target_logps: Tensor, mask: Tensor) -> Tensor:
     """The mask (B, T) as bool, after checks of both: log-probs that are finite under it, a token in each row."""
+    if not isinstance(target_logps, Tensor):
+        raise ValueError(f"target_logps must be a tensor, not {type(target_logps).__name__}")
     if target_logps.dtype not in (torch.float32, torch.float64):
         # Half precision resolves a ratio near 1 to 1e-3 at best; the clip range of own rollouts is a third of that.
         raise ValueError(f"target_logps must be float32 or float64, not {target_logps.dtype}")
@@ -22,8 +24,8 @@ def token_mask(target_logps: Tensor, mask: Tensor) -> Tensor:
 
 def token_logps(name: str, logps: Tensor, target_logps: Tensor, mask_BT: Tensor) -> Tensor:
     """Other log-probs (B, T) of the same tokens, without gradient, in the dtype and on the device of the target's."""
-    shape(name, logps, target_logps.shape)
-    logps_BT = logps.detach().to(target_logps)
+    logps_BT = tensor(name, logps).detach().to(target_logps)
+    shape(name, logps_BT, target_logps.shape)
     finite(name, logps_BT[mask_BT])
     return logps_BT
 
@@ -67,6 +69,8 @@ def agents(sources: Sequence[str], count: int) -> None:
 
 def tensor(name: str, values: Tensor | Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
     """Numbers of any shape."""
+    if isinstance(values, Tensor) and values.is_complex():
+        raise ValueError(f"{name} must hold real numbers, not complex ones")
     try:
         return torch.as_tensor(values, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -75,6 +79,7 @@ def tensor(name: str, values: Tensor | Sequence[float], dtype: torch.dtype | Non
 
 def flags(name: str, values: Tensor, wanted: tuple[int, ...], device: torch.device) -> Tensor:
     """True and false, or 1 and 0, as bool."""
+    values = tensor(name, values)
     shape(name, values, wanted)
     if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
         raise ValueError(f"{name} must hold true and false, or 1 and 0")

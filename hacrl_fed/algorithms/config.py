@@ -1,10 +1,11 @@
 """Hyperparameters of HACPO and its baselines, without torch, so that a coordinator can check them."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
+
+from hacrl_fed.algorithms.scalars import check_number, check_positive
 
 _MAX_LOG_WEIGHT = 80.0  # exp of it still fits float32
 
@@ -61,26 +62,37 @@ class HacpoConfig:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     def __post_init__(self) -> None:
-        at_least_zero = (
-            *("alpha", "cross_clip_step", "eps_low", "eps_high", "positive_floor"),
-            *("token_eps_low", "token_eps_high", "m_scale", "source_floor"),
-        )
-        for name in at_least_zero:
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be at least 0 and finite, not {value}")
-        if not 0 < self.cross_clip_low <= 1:
-            raise ValueError(f"cross_clip_low must be in (0, 1], not {self.cross_clip_low}")
+        for name in (
+            "alpha",
+            "cross_clip_step",
+            "eps_low",
+            "eps_high",
+            "token_eps_low",
+            "token_eps_high",
+            "source_floor",
+        ):
+            check_number(name, getattr(self, name), low=0)
+        if self.m_scale is not None:
+            check_number("m_scale", self.m_scale, low=0)
+        check_number("positive_floor", self.positive_floor, low=0, high=1)
+        for name in ("cross_clip_low", "ratio_min", "ratio_max", "max_abs_log_ratio"):
+            check_positive(name, getattr(self, name))
+        if self.cross_clip_low > 1:
+            raise ValueError(f"cross_clip_low must be at most 1, not {self.cross_clip_low}")
         if self.cross_band not in ("paper", "signed"):
             raise ValueError(f"cross_band must be 'paper' or 'signed', not {self.cross_band!r}")
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1, not {self.window}")
-        if not 0 < self.ratio_min <= 1 <= self.ratio_max:
+        check_window(self.window)
+        if not self.ratio_min <= 1 <= self.ratio_max:
             raise ValueError(
                 f"ratio_min and ratio_max must hold 1 between them, not {self.ratio_min}, {self.ratio_max}"
             )
-        if not 0 < (1 + self.alpha) * self.max_abs_log_ratio <= _MAX_LOG_WEIGHT:
+        if (1 + self.alpha) * self.max_abs_log_ratio > _MAX_LOG_WEIGHT:
             raise ValueError(
-                f"max_abs_log_ratio must be positive and at most {_MAX_LOG_WEIGHT:g} / (1 + alpha), "
-                f"not {self.max_abs_log_ratio}"
+                f"max_abs_log_ratio must be at most {_MAX_LOG_WEIGHT:g} / (1 + alpha), not {self.max_abs_log_ratio}"
             )
+
+
+def check_window(window: object) -> None:
+    """Raises ValueError unless it is a whole number of steps, at least 1."""
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"window must be a whole number and at least 1, not {window!r}")

@@ -22,11 +22,14 @@ from torch import Tensor
 
 from hacrl_fed.algorithms import checks
 from hacrl_fed.algorithms.config import HacpoConfig as HacpoConfig
+from hacrl_fed.algorithms.config import check_window
+from hacrl_fed.algorithms.scalars import check_number, check_positive
 
 # Metrics of a loss: counts of rows, so those of micro-batches add up to those of the mini-batch. Where a loss clips each
 # token, a row counts as live by the share of its tokens that have a gradient.
 SELF_SEQUENCES = "self_sequences"  # own rollouts
-SELF_CLIPPED = "self_clipped"  # own rollouts with an advantage, but no gradient
+SELF_ADVANTAGED = "self_advantaged"  # those with an advantage
+SELF_LIVE = "self_live"  # those with a gradient
 CROSS_SEQUENCES = "cross_sequences"  # rollouts of others
 CROSS_POSITIVE = "cross_positive"  # those with A > 0
 CROSS_POSITIVE_LIVE = "cross_positive_live"  # those with A > 0 and a gradient
@@ -34,6 +37,7 @@ CROSS_NEGATIVE = "cross_negative"  # those with A < 0
 CROSS_NEGATIVE_LIVE = "cross_negative_live"  # those with A < 0 and a gradient
 
 _STD_EPS = 1e-6
+_MAX_KL_LOG_RATIO = 20.0
 
 
 class CapabilityTracker:
@@ -44,10 +48,8 @@ class CapabilityTracker:
     """
 
     def __init__(self, window: int = 5, floor: float = 1e-8) -> None:
-        if window < 1:
-            raise ValueError(f"window must be at least 1, not {window}")
-        if not 0 < floor < math.inf:
-            raise ValueError(f"floor must be positive, not {floor}")
+        check_window(window)
+        check_positive("floor", floor)
         self._window = window
         self._floor = floor
         self._history: dict[str, deque[float]] = {}
@@ -58,8 +60,7 @@ class CapabilityTracker:
         Raises ValueError for a mean reward that is not finite; nothing is added then.
         """
         for agent, mean_reward in mean_rewards.items():
-            if not math.isfinite(mean_reward):
-                raise ValueError(f"mean_rewards must be finite, not {mean_reward} for {agent!r}")
+            check_number(f"mean_rewards of {agent!r}", mean_reward)
         for agent, mean_reward in mean_rewards.items():
             self._history.setdefault(agent, self._window_of([])).append(max(float(mean_reward), self._floor))
 
@@ -73,11 +74,12 @@ class CapabilityTracker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the history with one of ``state_dict``. A malformed one raises ValueError and changes nothing."""
-        history = state.get("history")
+        history = state.get("history") if isinstance(state, Mapping) else None
         if not isinstance(history, Mapping):
             raise ValueError("state must come from CapabilityTracker.state_dict: it has no history")
         for agent, values in history.items():
-            if not values or not all(isinstance(value, float) and 0 < value < math.inf for value in values):
+            numbers = isinstance(values, Sequence) and all(isinstance(value, float) for value in values)
+            if not numbers or not values or not all(0 < value < math.inf for value in values):
                 raise ValueError(f"state must hold positive mean rewards, not {values!r} for {agent!r}")
         self._history = {agent: self._window_of(values) for agent, values in history.items()}
 
@@ -90,11 +92,10 @@ def capability_ratio(source: float, learner: float, lo: float = 0.1, hi: float =
 
     Raises ValueError unless both capabilities are positive and 0 < lo <= hi.
     """
-    for name, value in (("source", source), ("learner", learner)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a positive capability, not {value}")
-    if not 0 < lo <= hi:
-        raise ValueError(f"lo and hi must be positive and in order, not {lo} and {hi}")
+    for name, value in (("source", source), ("learner", learner), ("lo", lo), ("hi", hi)):
+        check_positive(name, value)
+    if lo > hi:
+        raise ValueError(f"lo and hi must be in order, not {lo} and {hi}")
     return min(max(source / learner, lo), hi)
 
 
@@ -109,7 +110,7 @@ def joint_advantages(
     """Advantages of all agents' rollouts for one learner (section 3.1, eqs. 6-14; appendix E, eqs. 47-53).
 
     Over the rollouts i of a group, mu = mean_i(R_i / w(j(i) -> k)) and A_i = (R_i - mu) / (sd + 1e-6), with sd the
-    sample standard deviation (n - 1) of the unweighted rewards. A group of equal rewards takes their plain mean, and
+    sample standard deviation (n - 1) of the unweighted rewards. A group of equal rewards (to 1e-6) has advantage 0, and
     under ``baseline_guard`` a mu above 1 gives way to the mean of the learner's own rewards, where it has some. Without
     ``capability_baseline`` mu is the plain mean.
 
@@ -131,9 +132,10 @@ def joint_advantages(
     index_B = checks.integers("prompt_index", prompt_index, count, device)
     checks.agents(sources, count)
 
+    if not isinstance(capabilities, Mapping):
+        raise ValueError(f"capabilities must map agents to numbers, not be {type(capabilities).__name__}")
     for agent, capability in capabilities.items():
-        if not 0 < capability < math.inf:
-            raise ValueError(f"capabilities must be positive, not {capability} for {agent!r}")
+        check_positive(f"capabilities of {agent!r}", capability)
     if learner not in capabilities:
         raise ValueError(f"learner {learner!r} has no capability")
     agents = set(sources)
@@ -163,11 +165,12 @@ def joint_advantages(
     if config.baseline_guard and config.capability_baseline:
         own_mean = group_sum(rewards_B * own_B) / own_count.clamp(min=1)
         mu = torch.where((mu > 1) & (own_count > 0), own_mean, mu)
-    # The common reward itself, not a mean rounded by a bit, so that these advantages are exactly 0.
-    mu = torch.where(highest == lowest, highest, mu)
+    # Rewards that differ by rounding alone are equal: the division by their deviation would blow the difference up.
+    equal = highest - lowest <= _STD_EPS
+    mu = torch.where(equal, highest, mu)
 
     baselines_B = mu[group_B]
-    advantages_B = rewards_B - baselines_B
+    advantages_B = torch.where(equal[group_B], 0, rewards_B - baselines_B)
     if config.normalize_by_std:
         deviation_B = rewards_B - (group_sum(rewards_B) / size)[group_B]
         sd = (group_sum(deviation_B.square()) / (size - 1).clamp(min=1)).sqrt()
@@ -300,7 +303,8 @@ def loss_metrics(batch: SequenceBatch, live_share: Tensor) -> dict[str, float]:
     positive, negative = cross & (batch.advantages > 0), cross & (batch.advantages < 0)
     sums = {
         SELF_SEQUENCES: own,
-        SELF_CLIPPED: (own & (batch.advantages != 0)) * (1 - live_share),
+        SELF_ADVANTAGED: own & (batch.advantages != 0),
+        SELF_LIVE: own * live_share,
         CROSS_SEQUENCES: cross,
         CROSS_POSITIVE: positive,
         CROSS_POSITIVE_LIVE: positive * live_share,
@@ -356,8 +360,7 @@ def hacpo_loss(
     Raises ValueError, naming the argument: a wrong shape or dtype, no rows, a row without a token, a value that is not
     finite, a mask or flag other than 0 and 1, an omega that is not positive, a negative update index.
     """
-    if not 0 <= update_index < math.inf:
-        raise ValueError(f"update_index must be at least 0, not {update_index}")
+    check_number("update_index", update_index, low=0)
     batch = SequenceBatch.of(target_logps, mask, source_mean_logp, advantages, is_self, omega)
     self_values, self_live = self_objective(batch, config)
     cross_values, cross_live = _cross_objective(batch, update_index, config)
@@ -365,37 +368,30 @@ def hacpo_loss(
     return sequence_loss(batch, values, torch.where(batch.is_self, self_live, cross_live))
 
 
-def foreign_sources(
-    ratios: Tensor | Sequence[float], sources: Sequence[str], learner: str, config: HacpoConfig
-) -> frozenset[str]:
-    """Sources other than the learner whose median ratio is below ``source_floor``.
-
-    The learner would hardly ever answer as they do. What they answer carries no gradient then, but their rewards would
-    still move the baselines of the learner's own rollouts: a group without a success of its own would only be pushed away
-    from what it has.
+def median_ratios(ratios: Tensor | Sequence[float], sources: Sequence[str]) -> dict[str, float]:
+    """Median ratio of each source's rollouts, which ``source_floor`` is compared with.
 
     Args:
         ratios: (B,) sequence ratios s before the step's updates.
         sources: (B,) agent ids.
 
-    Raises ValueError, naming the argument, for unequal lengths or ratios that are not finite.
+    Raises ValueError, naming the argument, for unequal lengths or ratios that are not finite or below 0.
     """
     ratios_B = checks.vector("ratios", ratios, torch.float64)
+    if bool((ratios_B < 0).any()):
+        raise ValueError("ratios must be at least 0")
     checks.agents(sources, len(ratios_B))
     by_source: dict[str, list[float]] = {}
     for source, ratio in zip(sources, ratios_B.tolist(), strict=True):
         by_source.setdefault(source, []).append(ratio)
-    return frozenset(
-        source
-        for source, values in by_source.items()
-        if source != learner and statistics.median(values) < config.source_floor
-    )
+    return {source: statistics.median(values) for source, values in by_source.items()}
 
 
 def k3_kl(target_logps: Tensor, reference_logps: Tensor, mask: Tensor) -> Tensor:
     """KL(learner || reference) a token by the k3 estimator (Schulman, "Approximating KL divergence", 2020).
 
-    k3 = exp(d) - d - 1 with d = reference log-prob - learner's, averaged over a row's tokens.
+    k3 = exp(d) - d - 1 with d = reference log-prob - learner's, averaged over a row's tokens. d is clamped to ±20, so that a
+    single token that the learner has ruled out does not make it infinite.
 
     Args:
         target_logps: (B, T) log-probs under the learner, with gradient.
@@ -408,5 +404,5 @@ def k3_kl(target_logps: Tensor, reference_logps: Tensor, mask: Tensor) -> Tensor
     mask_BT = checks.token_mask(target_logps, mask)
     reference = checks.token_logps("reference_logps", reference_logps, target_logps, mask_BT)
     # Masked before the exponential: what is under the mask may be anything, and 0 · inf would be nan in the gradient.
-    d = torch.where(mask_BT, reference - target_logps, 0)
+    d = torch.where(mask_BT, reference - target_logps, 0).clamp(-_MAX_KL_LOG_RATIO, _MAX_KL_LOG_RATIO)
     return checks.masked_mean(torch.expm1(d) - d, mask_BT)

@@ -19,12 +19,20 @@ class Generator(Protocol):
     """Samples from the policy's own distribution: temperature 1, no cut of the vocabulary, no penalty."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], samples: int, max_new_tokens: int, *, greedy: bool, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        max_new_tokens: int,
+        *,
+        greedy: bool,
+        seeds: Sequence[int],
     ) -> Iterator[list[Completion]]:
         """Yields the ``samples`` completions of each prompt, in the prompts' order, as soon as they are there.
 
-        ``greedy`` takes the likeliest token at each position, for evaluation. The same seed, prompts and policy give
-        the same tokens; no other random state is read or changed.
+        ``seeds``, one a prompt, are in [0, 2^64). A completion follows from the policy, its prompt, the prompt's seed
+        and its place among the samples, whatever else is generated beside it, but for rounding in the policy's
+        arithmetic. ``greedy`` takes the likeliest token at each position, for evaluation. No other random state is read
+        or changed.
         """
         ...
 
