@@ -21,17 +21,18 @@ from rich.console import Console
 from rich.text import Text
 
 from hacrl_fed.errors import HacrlFedError, InterruptedRunError, UserError
+from hacrl_fed.run_folder import locked
 from study.plots import plot_regime
 from study.regimes import REGIMES, Regime
 from study.report import as_json, as_markdown, print_regime
 from study.tuning import tune
 from study.units import Plan, write_json
-from study.variants import COMPARED, VARIANTS, Variant
+from study.variants import COMPARED, TUNING_SEEDS, VARIANTS, Variant
 from study.work import outcomes_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_STEPS = Plan().steps
+_SEEDS = "0,1,2,3,4"
 
 T = TypeVar("T")
 
@@ -42,8 +43,8 @@ def learning(
         list[str] | None, typer.Option(help=f"A regime, or all; may be given several times: {', '.join(REGIMES)}.")
     ] = None,
     methods: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(VARIANTS)}.")] = ",".join(COMPARED),
-    seeds: Annotated[str, typer.Option(help="Comma-separated whole numbers.")] = "0,1,2,3,4",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a run.")] = _STEPS,
+    seeds: Annotated[str | None, typer.Option(help="Comma-separated whole numbers.", show_default=_SEEDS)] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of a run.", show_default=str(Plan().steps))] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes at once, of one thread each.")] = 2,
     out: Annotated[Path, typer.Option(help="Folder of models, results, plots and results.json.")] = Path(
         "runs/learning"
@@ -53,13 +54,15 @@ def learning(
     # As wide as the tables are: a pipe has no width of its own.
     console = Console(width=None if sys.stdout.isatty() else 220)
     variants = [_named(VARIANTS, name, "method") for name in methods.split(",")]
-    if tune_ and regime:
-        raise UserError("--tune runs on a regime of its own: leave --regime out")
-    with _interruptible():
+    if tune_ and (regime or seeds or steps):
+        raise UserError("--tune has regimes, seeds and steps of its own: leave --regime, --seeds and --steps out")
+    regimes = [] if tune_ else _regimes(regime or [])
+    chosen = _seeds(seeds or _SEEDS)
+    with locked(out), _interruptible():
         if tune_:
             tune(variants, out, workers, console)
         else:
-            _study(_regimes(regime or []), variants, _seeds(seeds), Plan(steps=steps), out, workers, console)
+            _study(regimes, variants, chosen, Plan(steps=steps or Plan().steps), out, workers, console)
 
 
 @contextmanager
@@ -101,9 +104,8 @@ def _study(
 def _regimes(names: list[str]) -> list[Regime]:
     if not names:
         raise UserError(f"name a --regime, or all: {', '.join(REGIMES)}")
-    if "all" in names:
-        return list(REGIMES.values())
-    return [_named(REGIMES, name, "regime") for name in dict.fromkeys(names)]
+    chosen = [_named(REGIMES, name, "regime") for name in dict.fromkeys(names) if name != "all"]
+    return list(REGIMES.values()) if "all" in names else chosen
 
 
 def _named(table: dict[str, T], name: str, kind: str) -> T:
@@ -119,6 +121,8 @@ def _seeds(text: str) -> list[int]:
         raise UserError(f"--seeds takes whole numbers with commas between, such as 0,1,2, not {text!r}") from None
     if len(set(seeds)) < len(seeds) or not all(0 <= seed < 1 << 32 for seed in seeds):
         raise UserError(f"--seeds must differ and be from 0 to 2^32 - 1, not {text!r}")
+    if taken := sorted(set(seeds) & set(TUNING_SEEDS)):
+        raise UserError(f"--seeds must leave out those that learning rates were tuned on, {taken[0]} among them")
     return seeds
 
 

@@ -14,6 +14,8 @@ from rich.console import Console
 from scipy import stats
 
 import learning
+from hacrl_fed.config import SimulationConfig, load
+from hacrl_fed.run_folder import locked
 from hacrl_fed.tasks import digit_maps
 from study import tasks
 from study.outcomes import difference
@@ -140,6 +142,8 @@ def test_every_variant_is_a_valid_configuration_with_a_learning_rate() -> None:
         assert learning_rate(variant) > 0, name
     assert VARIANTS["hacpo"].algorithm(8).hacpo.cross_band == "paper"
     assert VARIANTS["hacpo_signed"].algorithm(8).hacpo.cross_band == "signed"
+    demo = load(SimulationConfig, Path(__file__).parents[1] / "configs" / "demo.yaml").run.algorithm
+    assert VARIANTS["hacpo_advised"].algorithm(8) == demo
 
 
 def test_a_tie_of_learning_rates_goes_to_the_largest() -> None:
@@ -249,7 +253,10 @@ def test_a_regime_is_reported_as_tables_a_plot_and_json(tiny_study: Path, tmp_pa
         ("--regime complementary --seeds 1,x", "--seeds takes whole numbers"),
         ("--regime complementary --seeds 1,1", "--seeds must differ"),
         ("--regime complementary --seeds -1", "--seeds must differ and be from 0"),
-        ("--tune --regime complementary", "leave --regime out"),
+        ("--regime complementary --seeds 5,101", "tuned on, 101 among them"),
+        ("--regime all --regime complementry", "there is no regime 'complementry'"),
+        ("--tune --regime complementary", "leave --regime, --seeds and --steps out"),
+        ("--tune --seeds 7", "leave --regime, --seeds and --steps out"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(
@@ -270,10 +277,30 @@ def test_a_mistake_is_told_in_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_used_or_is_in_use_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    with locked(tmp_path / "used"):
+        for name, sentence in (("file", "cannot be used"), ("used", "another process runs in")):
+            arguments = ["learning.py", "--regime", "complementary", "--out", str(tmp_path / name)]
+            monkeypatch.setattr("sys.argv", arguments)
+            with pytest.raises(SystemExit) as exit_:
+                learning.main()
+            assert exit_.value.code == 2
+            assert sentence in capsys.readouterr().err
+
+
+def test_a_result_depends_on_all_settings_of_the_algorithm_and_the_optimizer() -> None:
+    unit = tiny_units()[0]
+    assert unit.settings["algorithm"]["hacpo"]["eps_low"] == 0.01
+    assert unit.settings["optimizer"]["lr"] == unit.lr
+
+
 def test_sharing_beats_twice_the_rollouts_where_agents_are_complementary(tmp_path: Path, console: Console) -> None:
     plan = Plan(steps=14, evaluate_every=14, curve_prompts=10, final_prompts=150)
-    variants = [VARIANTS["hacpo_signed"], VARIANTS["gspo_x2"]]
+    variants = [VARIANTS["hacpo_advised"], VARIANTS["gspo_x2"]]
     outcomes = outcomes_of([REGIMES["complementary"]], variants, [0, 1], plan, tmp_path, 2, console)["complementary"]
-    gap = difference(outcomes, "hacpo_signed", "gspo_x2", "final")
+    gap = difference(outcomes, "hacpo_advised", "gspo_x2", "final")
     assert gap is not None
     assert gap.mean > 0.15

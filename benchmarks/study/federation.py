@@ -6,13 +6,12 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from hacrl_fed.algorithms.hacpo import CapabilityTracker
 from hacrl_fed.algorithms.methods import METHODS
-from hacrl_fed.config import AlgorithmConfig, Optimizer, RunConfig, SiteConfig, TaskRef
+from hacrl_fed.config import AlgorithmConfig, RunConfig, SiteConfig, TaskRef
 from hacrl_fed.records import FinishReason
 from hacrl_fed.tasks.base import Prompt, Task
 from hacrl_fed.tasks.schedule import step_prompts
@@ -20,6 +19,7 @@ from hacrl_fed.verifiers.pool import WORKERS, VerifierPool
 from hacrl_fed_client.admission import AdmittedRollout
 from hacrl_fed_client.evaluate import MODES, measure
 from hacrl_fed_client.generation.hf import HfGenerator
+from hacrl_fed_client.generation.sampling import derive_seed
 from hacrl_fed_client.learning import training_rollouts, without_foreign_sources
 from hacrl_fed_client.policy import Policy
 from hacrl_fed_client.rollout import RolloutMaker
@@ -36,9 +36,10 @@ _VERIFIER_S = 10.0
 def train(unit: Training, models: Mapping[str, Path]) -> dict[str, Any]:
     """Trains the agents of a unit from their model folders, by seat, and returns the reported ones' results as JSON.
 
-    Of each: ``curve``, a list of step, own_rollouts and greedy accuracy on the curve's held-out prompts, the last with sampled;
-    ``final``, greedy and sampled on all; ``live_share_positive`` of cross rollouts over the run; and the median ratios of
-    cross rollouts, of all and of right ones, before the updates of the steps that are evaluated.
+    Of each: ``curve``, a list of step, own_rollouts and greedy accuracy on the curve's held-out prompts, the first and the
+    last with sampled; ``final``, greedy and sampled on all; ``live_share_positive`` of cross rollouts over the run; the
+    share of a step's peers that were ``left_out``; and the median ratios of cross rollouts, of all and of rewarded ones,
+    before the updates of the steps that are evaluated.
     """
     started, started_cpu = time.monotonic(), time.process_time()
     plan, task = unit.plan, tasks.load(unit.task)
@@ -86,7 +87,7 @@ class _Agent:
         group_size = plan.group_size * METHODS[algorithm.method].group_multiplier
         # Generates the rows of a step at once, and of an evaluation too.
         rows = max(plan.prompts_per_step * group_size, plan.final_prompts)
-        optimizer = Optimizer(lr=unit.lr, betas=(0.9, 0.99), warmup_steps=10, max_grad_norm=1.0)
+        optimizer = unit.optimizer
         config = SiteConfig(device="cpu", threads=1, optimizer=optimizer, generation_rows=rows)
         run = RunConfig(
             task=TaskRef(id=task.id),
@@ -99,22 +100,24 @@ class _Agent:
             algorithm=algorithm,
         )
         self._policy = Policy.load(str(model), config, unit.seed, with_reference=algorithm.kl_coef > 0)
-        self._generator = HfGenerator(self._policy, rows)
+        self._generator = HfGenerator(self._policy, rows, _no_check)
         self._maker = RolloutMaker(
             seat.name, run, config, group_size, self._policy, self._generator, verifiers, check=_no_check
         )
         self._updater = Updater(self._policy, seat.name, algorithm, optimizer, config.micro_batch_tokens)
         self._tracker = CapabilityTracker(algorithm.hacpo.window)
         self._micro_batch_tokens = config.micro_batch_tokens
-        self._held_out = task.held_out[: plan.final_prompts]
+        self._held_out = task.held_out[plan.first_prompt : plan.first_prompt + plan.final_prompts]
         self._prompt_ids: dict[str, tuple[int, ...]] = {}
         self._curve: list[dict[str, float]] = []
         self._final: dict[str, float] = {}
         self._own_rollouts = 0
+        self._offered = 0
+        self._left_out = 0
         self._positives = 0
         self._live_positives = 0.0
         self._ratios: list[float] = []
-        self._right_ratios: list[float] = []
+        self._rewarded_ratios: list[float] = []
 
     def roll_out(self, step: int, prompts: Sequence[Prompt]) -> list[AdmittedRollout]:
         made = self._maker.make(prompts, self._rendered(prompts), self._seed(f"step {step}"))
@@ -127,7 +130,7 @@ class _Agent:
         received: list[AdmittedRollout] = []
         for source in sorted(rollouts):
             received += rollouts[source] if source == self.seat.name else self._admitted(step, source, rollouts[source])
-        taken, _ = without_foreign_sources(
+        taken, medians = without_foreign_sources(
             received,
             self._prompt_ids,
             self._policy,
@@ -142,6 +145,8 @@ class _Agent:
         if measuring:
             self._measure_ratios([admitted for admitted in received if admitted.source != self.seat.name])
         metrics = self._updater.step(trained, _no_check)
+        self._left_out += len(medians.keys() - {admitted.source for admitted in taken})
+        self._offered += len(rollouts) - 1
         positives = sum(row.source != self.seat.name and row.advantage > 0 for row in trained)
         self._positives += positives
         self._live_positives += positives * metrics.get("cross/live_share_positive", 0.0)
@@ -154,8 +159,8 @@ class _Agent:
         last = step == plan.steps
         prompts = self._held_out if last else self._held_out[: plan.curve_prompts]
         point: dict[str, float] = {"step": step, "own_rollouts": self._own_rollouts}
-        # Sampled accuracy is told of the end only: it costs as much as greedy.
-        for mode in MODES if last else MODES[:1]:
+        # Sampled accuracy is told of the two ends only: it costs as much as greedy.
+        for mode in MODES if last or not self._curve else MODES[:1]:
             accuracy = measure(
                 mode,
                 prompts,
@@ -174,13 +179,14 @@ class _Agent:
         self._curve.append(point)
 
     def result(self) -> dict[str, Any]:
-        """See ``train``. Of a run without cross rollouts, ratios and live share are None."""
+        """See ``train``. Of a run without cross rollouts, ratios and shares are None."""
         return {
             "curve": self._curve,
             "final": self._final,
             "live_share_positive": self._live_positives / self._positives if self._positives else None,
             "median_ratio": statistics.median(self._ratios) if self._ratios else None,
-            "median_right_ratio": statistics.median(self._right_ratios) if self._right_ratios else None,
+            "median_rewarded_ratio": statistics.median(self._rewarded_ratios) if self._rewarded_ratios else None,
+            "left_out": self._left_out / self._offered if self._offered else None,
         }
 
     def _admitted(self, step: int, source: str, rollouts: Sequence[AdmittedRollout]) -> list[AdmittedRollout]:
@@ -208,7 +214,7 @@ class _Agent:
             ratio = math.exp(max(-bound, min(bound, log_ratio)))
             self._ratios.append(ratio)
             if admitted.rollout.reward == 1:
-                self._right_ratios.append(ratio)
+                self._rewarded_ratios.append(ratio)
 
     def _rendered(self, prompts: Sequence[Prompt]) -> dict[str, tuple[int, ...]]:
         for prompt in prompts:
@@ -217,8 +223,8 @@ class _Agent:
         return {prompt.id: self._prompt_ids[prompt.id] for prompt in prompts}
 
     def _seed(self, purpose: str) -> int:
-        digest = sha256(f"{self._unit.seed}/{self.seat.name}/{purpose}".encode()).digest()
-        return int.from_bytes(digest[:6], "big")
+        # By what the agent is, not by its seat: trained alone or with others, it draws the same from the same.
+        return derive_seed(self._unit.seed, self.seat.spec.label, purpose)
 
 
 def _no_check() -> None:

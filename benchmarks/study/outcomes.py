@@ -10,7 +10,10 @@ from study.statistics import Estimate, estimate, mean_height, paired_difference
 from study.units import ALONE, Training
 
 # What a table shows of a method, in its order; those beside "final" and "auc" are None where nothing is shared.
-MEASURES = ("final", "final_sampled", "auc", "drop", "own_rollouts", "live_share_positive", "median_ratio")
+MEASURES = (
+    *("final", "final_sampled", "auc", "drop", "own_rollouts"),
+    *("live_share_positive", "median_ratio", "median_rewarded_ratio", "left_out"),
+)
 OPPONENTS = ("gspo_x2", "naive")
 COMPARED_IN = ("final", "auc")
 
@@ -51,6 +54,8 @@ def _measures(result: Mapping[str, Any]) -> dict[str, float | None]:
         "own_rollouts": curve[-1]["own_rollouts"],
         "live_share_positive": result["live_share_positive"],
         "median_ratio": result["median_ratio"],
+        "median_rewarded_ratio": result["median_rewarded_ratio"],
+        "left_out": result["left_out"],
     }
 
 

@@ -8,8 +8,6 @@ TaskName = Literal["digit-maps", "digit-maps-two-forms"]
 
 MAPS = "abcdef"
 
-_HIGH_RATE = 9e-4
-
 
 @dataclass(frozen=True, slots=True)
 class AgentSpec:
@@ -60,7 +58,7 @@ class Regime:
     Attributes:
         tests: what the regime is for, in a line.
         reported: the seats whose mean accuracy is the regime's.
-        lr: the learning rate of all methods alike, or None: each method's tuned one.
+        lr_factor: times each method's tuned learning rate.
         mini_batches: of a source and step.
     """
 
@@ -68,7 +66,7 @@ class Regime:
     tests: str
     seats: tuple[Seat, ...]
     reported: tuple[str, ...]
-    lr: float | None = None
+    lr_factor: float = 1.0
     mini_batches: int = 2
     task: TaskName = "digit-maps"
 
@@ -127,10 +125,10 @@ REGIMES: dict[str, Regime] = {
         ),
         Regime(
             "complementary_fast",
-            "the same, all at three times the rate that learning alone is tuned to: which method stays stable?",
+            "the complementary pair at three times each method's tuned learning rate: which method stays stable?",
             (_A, _B),
             ("a", "b"),
-            lr=_HIGH_RATE,
+            lr_factor=3.0,
         ),
         Regime(
             "strong_weak",
@@ -154,8 +152,8 @@ REGIMES: dict[str, Regime] = {
         replace(
             _FOREIGN_CALM,
             name="foreign_pressure",
-            tests="the same at that rate and with twice the updates: does the foreign form wreck the learner?",
-            lr=_HIGH_RATE,
+            tests="the foreign peer at three times the learning rate, with twice the updates: does its form wreck the learner?",
+            lr_factor=3.0,
             mini_batches=4,
         ),
         Regime(
@@ -187,7 +185,7 @@ REGIMES: dict[str, Regime] = {
         ),
         Regime(
             "frozen_peer_noisy",
-            "the same with half of the peer's rewards flipped: what do wrong rewards cost?",
+            "that peer with half of its rewards flipped: what do wrong rewards cost?",
             (_LEARNER, replace(_FROZEN, flipped=0.5)),
             ("learner",),
         ),

@@ -25,6 +25,8 @@ _HEADINGS = {
     "own_rollouts": "own rollouts",
     "live_share_positive": "live A > 0",
     "median_ratio": "median s",
+    "median_rewarded_ratio": "rewarded",
+    "left_out": "left out",
 }
 
 

@@ -18,7 +18,7 @@ from study.variants import TUNING_GRID, TUNING_SEEDS, Variant
 from study.work import outcome_of
 from study.workers import run_missing
 
-_PLAN = Plan(steps=20)
+_PLAN = Plan(first_prompt=300)  # past those that the study measures on
 _REGIMES = ("complementary", "strong_weak", "frozen_peer")
 _TIE = 0.01
 

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from hacrl_fed.config import AlgorithmConfig
+from hacrl_fed.config import AlgorithmConfig, Optimizer
 from study.regimes import AgentSpec, Regime, Seat, TaskName
 from study.variants import Variant
 
@@ -27,12 +27,14 @@ class Plan:
         evaluate_every: steps between the points of a curve.
         curve_prompts: held-out prompts of a point.
         final_prompts: held-out prompts of the last evaluation, the curve's first among them.
+        first_prompt: of the held-out ones, so that rates are tuned on others than the study's.
     """
 
     steps: int = 20
     evaluate_every: int = 5
     curve_prompts: int = 120
     final_prompts: int = 300
+    first_prompt: int = 0
     prompts_per_step: int = 16
     group_size: int = 8
 
@@ -71,7 +73,14 @@ class Training:
         """All that the result depends on, as plain JSON; names for people are left out."""
         settings = asdict(self)
         del settings["variant"]
-        return settings | {"method": self.variant.method, "hacpo": dict(self.variant.settings)}
+        return settings | {
+            "algorithm": self.algorithm().model_dump(mode="json"),
+            "optimizer": self.optimizer.model_dump(mode="json"),
+        }
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return Optimizer(lr=self.lr, betas=(0.9, 0.99), warmup_steps=10, max_grad_norm=1.0)
 
     @property
     def title(self) -> str:
@@ -90,9 +99,9 @@ class Training:
 def trainings(regime: Regime, variant: Variant, lr: float, seed: int, plan: Plan) -> dict[str, Training]:
     """What has to be trained for a variant in a regime with a seed: for each reported seat, the run it is reported from.
 
-    ``lr`` is the variant's learning rate, where the regime has none of its own.
+    ``lr`` is the variant's tuned learning rate.
     """
-    common = (regime.task, variant, regime.lr or lr, regime.mini_batches, seed, plan)
+    common = (regime.task, variant, lr * regime.lr_factor, regime.mini_batches, seed, plan)
     if variant.shares:
         together = Training(regime.seats, regime.reported, *common)
         return dict.fromkeys(regime.reported, together)

@@ -39,7 +39,11 @@ class Variant:
         return parse(AlgorithmConfig, data, source=f"variant {self.name}")
 
 
-COMPARED = ("hacpo", "hacpo_signed", "gspo", "gspo_x2", "grpo", "naive", "naive_own", "sapo")
+COMPARED = ("hacpo_advised", "hacpo_signed", "hacpo", "gspo", "gspo_x2", "grpo", "naive", "naive_own", "sapo")
+
+_SIGNED: Mapping[str, Setting] = {"cross_band": "signed", "alpha": 0.0}
+_FLOOR: Mapping[str, Setting] = {"source_floor": 0.05}
+_BOUND: Mapping[str, Setting] = {"ratio_min": 1.0}
 
 
 def _ablation(name: str, **settings: Setting) -> Variant:
@@ -49,10 +53,13 @@ def _ablation(name: str, **settings: Setting) -> Variant:
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for variant in (
+        # What to start with, where agents differ; what each of its parts does alone; and the paper's.
+        Variant("hacpo_advised", "hacpo", {**_SIGNED, **_FLOOR, **_BOUND}),
+        Variant("hacpo_signed", "hacpo", _SIGNED),
+        Variant("hacpo_signed_floor", "hacpo", {**_SIGNED, **_FLOOR}, tuned_as="hacpo_signed"),
+        Variant("hacpo_signed_bound", "hacpo", {**_SIGNED, **_BOUND}, tuned_as="hacpo_signed"),
         Variant("hacpo", "hacpo"),
-        Variant(
-            "hacpo_signed", "hacpo", {"cross_band": "signed", "alpha": 0.0, "source_floor": 0.05, "ratio_min": 1.0}
-        ),
+        Variant("naive_floor", "naive", _FLOOR, tuned_as="naive"),
         *(Variant(name, name) for name in COMPARED if not name.startswith("hacpo")),
         *(_ablation(f"alpha{alpha}", alpha=float(alpha)) for alpha in (0, 2, 3)),
         _ablation("low50", cross_clip_low=0.5),
