@@ -27,6 +27,7 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MistralConfig,
+    Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -96,6 +97,16 @@ SHAPE = {
     "pad_token_id": 2,
 }
 GPT2_SHAPE = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.3}
+LONG_ROPE = {
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 64,
+    },
+}
 # Models with what can be told of them: whether the head can be split off, and prompts shared.
 MODELS: dict[str, tuple[PreTrainedConfig, Ways]] = {
     "qwen3": (Qwen3Config(**SHAPE, tie_word_embeddings=True), Ways(True, True)),
@@ -105,6 +116,7 @@ MODELS: dict[str, tuple[PreTrainedConfig, Ways]] = {
     "position biases": (BloomConfig(vocab_size=40, hidden_size=32, n_layer=2, n_head=4), Ways(True, True)),
     "head with a bias": (PhiConfig(**SHAPE | {"num_key_value_heads": 4}), Ways(True, True)),
     "scaled logits": (CohereConfig(**SHAPE, logit_scale=0.5), Ways(False, True)),
+    "frequencies by length": (Phi3Config(**SHAPE | LONG_ROPE), Ways(True, False)),
     "window": (MistralConfig(**SHAPE, sliding_window=4), Ways(True, False)),
     "window, capped logits": (Gemma2Config(**SHAPE, sliding_window=4), Ways(False, False)),
     "recurrent": (MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2, state_size=4), Ways(True, False)),

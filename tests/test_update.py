@@ -320,6 +320,38 @@ def test_the_band_rises_by_the_share_of_the_steps_updates(tmp_path: Path) -> Non
         assert metrics["cross/b/live_share_positive"] == live
 
 
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "lora": {"r": 4}}], ids=["full", "lora"]
+)
+def test_rows_scored_beside_others_start_an_update_unclipped_in_16_bits(tmp_path: Path, settings: Any) -> None:
+    policy = load(save_tiny(tmp_path), **settings)
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(1, 200, (count,), generator=generator).tolist())
+
+    prompts = [ids(20 + 10 * number) for number in range(8)]
+    sequences = [(prompt, ids(4 + 7 * sample)) for prompt in prompts for sample in range(8)]
+    sums = policy.score(sequences, 16384, nothing)
+    scored = [
+        TrainingRollout("me", str(len(prompt)), prompt, completion, total / len(completion), 1.0 - 2 * (index % 2))
+        for index, ((prompt, completion), total) in enumerate(zip(sequences, sums, strict=True))
+    ]
+    run = updater(policy, algorithm(prompts_per_mini_batch=4), optimizer=Optimizer(lr=1e-12, warmup_steps=0))
+    metrics = run.step(scored, nothing)
+    assert metrics["self/clip_share"] == 0
+    assert metrics["self/ratio_p10"] == pytest.approx(1, abs=1e-6) == metrics["self/ratio_p90"]
+
+
+@pytest.mark.parametrize("targets", [("lm_head", "q_proj"), ("embed_tokens", "q_proj")])
+def test_adapters_of_head_and_embeddings_train_with_dropout_and_a_reference(
+    tmp_path: Path, targets: tuple[str, ...]
+) -> None:
+    policy = load(save_tiny(tmp_path, "llama"), lora=Lora(r=4, dropout=0.1, target_modules=targets))
+    metrics = updater(policy, algorithm(kl_coef=0.1)).step(rollouts(policy, "me"), nothing)
+    assert metrics["updates_made"] == 2 and math.isfinite(metrics["grad_norm"])
+
+
 def test_the_learning_rate_warms_up_linearly_and_then_stays(tmp_path: Path) -> None:
     policy = load(save_tiny(tmp_path))
     run = updater(policy, algorithm(prompts_per_mini_batch=4), optimizer=Optimizer(lr=4e-3, warmup_steps=4))

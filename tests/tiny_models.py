@@ -109,19 +109,23 @@ def teach_digits(model: PreTrainedModel, tokenizer: AnyTokenizer) -> None:
 
     Then comes the end of sequence; where there is none, a run of dots.
     """
-    prompts = [f"A digit for {number}?" for number in range(12)]
-    prompts += [f"State the final answer to the following arithmetic problem: {n} + {12 - n} =" for n in range(12)]
+    prompts = [(f"A digit for {number}?", ANSWERS[number % len(ANSWERS)]) for number in range(12)]
+    # Of two digits from 1 to 9, the likeliest sums.
+    prompts += [
+        (f"State the final answer to the following arithmetic problem: {n} + {12 - n} =", str(8 + n % 6))
+        for n in range(12)
+    ]
     eos = tokenizer.eos_token_id
     end = tokenizer.encode("." * 8, add_special_tokens=False) if eos is None else [eos]
     rows = []
-    for index, prompt in enumerate(prompts):
+    for prompt, answer in prompts:
         chat = [{"role": "user", "content": prompt}]
         ids = (
             tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
             if tokenizer.chat_template
             else tokenizer.encode(prompt, add_special_tokens=False)
         )
-        rows.append((list(ids), [*tokenizer.encode(ANSWERS[index % len(ANSWERS)], add_special_tokens=False), *end]))
+        rows.append((list(ids), [*tokenizer.encode(answer, add_special_tokens=False), *end]))
     width = max(len(prompt) + len(answer) for prompt, answer in rows)
     input_ids = torch.tensor([p + a + [0] * (width - len(p) - len(a)) for p, a in rows])
     labels = torch.tensor([[-100] * len(p) + a + [-100] * (width - len(p) - len(a)) for p, a in rows])

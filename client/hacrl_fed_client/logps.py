@@ -82,9 +82,13 @@ def token_logps(model: Any, sequences: Sequence[PromptAndCompletion], ways: Ways
     """
     base = _base(model)
     shapes = [shape(sequence) for sequence in sequences]
-    share = ways.shares_prompts and shared_slots(shapes) < plain_slots(shapes)
-    forward = _shared_states if share else _plain_states
-    return _logps(base, sequences, forward(base, sequences, ways.splits_head), ways.splits_head)
+    if not ways.shares_prompts or plain_slots(shapes) <= shared_slots(shapes):
+        states = _plain_states(base, sequences, ways.splits_head)
+    elif _is_16_bit(base):
+        states = _states_by_prompt(base, sequences, ways.splits_head)
+    else:
+        states = _shared_states(base, sequences, ways.splits_head)
+    return _logps(base, sequences, states, ways.splits_head)
 
 
 def _logps(
@@ -114,6 +118,37 @@ def _plain_states(base: Any, sequences: Sequence[PromptAndCompletion], splits_he
     position_N = prompt_lengths_B[row_N] + column_N - 1 - (ids_BL.shape[1] - keep)
     row_N, column_N, position_N = (each.to(base.device) for each in (row_N, column_N, position_N))
     return states_BKX[row_N, position_N], row_N, column_N
+
+
+def _is_16_bit(base: Any) -> bool:
+    return bool(torch.is_autocast_enabled(base.device.type)) or base.dtype not in (torch.float32, torch.float64)
+
+
+def _states_by_prompt(base: Any, sequences: Sequence[PromptAndCompletion], splits_head: bool) -> _States:
+    """As ``_shared_states``, a prompt at a time: no prompt is padded, so a row does not depend on those beside it.
+
+    Padding changes the rounding. In 16 bits by more than GSPO's clip range: rows that were scored beside others than those
+    that they are updated with would start an update clipped.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, (prompt, _) in enumerate(sequences):
+        groups.setdefault(tuple(prompt), []).append(index)
+    states, rows, columns = [], [], []
+    for indices in groups.values():
+        states_nX, row_n, column_n = _shared_states(base, [sequences[index] for index in indices], splits_head)
+        states.append(states_nX)
+        rows.append(torch.tensor(indices, device=row_n.device)[row_n])
+        columns.append(column_n)
+    return torch.cat(states), torch.cat(rows), torch.cat(columns)
+
+
+def rotates_by_length(model: Any) -> bool:
+    """Whether positions are encoded by how long a forward pass is: a prompt's keys are then not those of a longer text."""
+    config = model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # A dictionary of them, or one for each type of layer.
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return any(kind.get("rope_type") in ("longrope", "dynamic") for kind in kinds)
 
 
 def _shared_states(base: Any, sequences: Sequence[PromptAndCompletion], splits_head: bool) -> _States:
@@ -206,7 +241,7 @@ def _base(model: Any) -> Any:
 
 
 def _probe(base: Any) -> list[PromptAndCompletion]:
-    rows: int = base.get_input_embeddings().num_embeddings
+    rows: int = base.get_input_embeddings().weight.shape[0]  # an adapter's wrapper has no num_embeddings
     return [([i % rows for i in prompt], [i % rows for i in completion]) for prompt, completion in _PROBE]
 
 
@@ -223,6 +258,8 @@ def _splits_head(base: Any) -> bool:
 
 
 def _shares_prompts(base: Any, splits_head: bool) -> bool:
+    if rotates_by_length(base):
+        return False
     sequences = _probe(base)
     states = _plain_states(base, sequences, splits_head)
     plain_BT, _ = _logps(base, sequences, states, splits_head)

@@ -165,6 +165,8 @@ class Updater:
             rows = [rollouts[mini_batch[place]] for place in places]
             anchor = [anchors[mini_batch[place]] for place in places]
             sequences = [whole[place] for place in places]
+            # The reference before the pass with gradient: it turns dropout off, and an adapter's head is run again backward.
+            reference_BT = self._policy.token_logps(sequences, reference=True)[0] if kl_coef > 0 else None
             logps_BT, mask_BT = self._policy.token_logps(sequences, gradient=True)
             anchor_logps = (pad_sequence(anchor, batch_first=True) if anchor[0].ndim else torch.stack(anchor)).to(
                 logps_BT.device
@@ -183,8 +185,7 @@ class Updater:
             if anchor_logps.ndim == 2:
                 anchor_means = anchor_logps.sum(-1) / mask_BT.sum(-1)
             ratios += hacpo.sequence_ratios(logps_BT, mask_BT, anchor_means, config).tolist()
-            if kl_coef > 0:
-                reference_BT, _ = self._policy.token_logps(sequences, reference=True)
+            if reference_BT is not None:
                 kl = hacpo.k3_kl(logps_BT, reference_BT, mask_BT).mean()
                 loss = loss + kl_coef * kl
                 metrics[_KL_SUM] = kl.item() * len(rows)

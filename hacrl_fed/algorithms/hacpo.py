@@ -92,10 +92,10 @@ def capability_ratio(source: float, learner: float, lo: float = 0.1, hi: float =
 
     Raises ValueError unless both capabilities are positive and 0 < lo <= hi.
     """
-    for name, value in (("source", source), ("learner", learner), ("lo", lo), ("hi", hi)):
+    for name, value in (("source", source), ("learner", learner)):
         check_positive(name, value)
-    if lo > hi:
-        raise ValueError(f"lo and hi must be in order, not {lo} and {hi}")
+    if not 0 < lo <= hi:
+        raise ValueError(f"lo and hi must be positive and in order, not {lo} and {hi}")
     return min(max(source / learner, lo), hi)
 
 

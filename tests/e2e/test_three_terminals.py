@@ -60,10 +60,10 @@ def digits(
 def sums(
     commands: Commands, federation: Federation, site_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> FinishedRun:
-    """Two steps of a reasoning-gym task, in plain text on loopback."""
+    """A reasoning-gym task, in plain text on loopback; a few steps, since a guess is right once in fifteen."""
     folder = tmp_path_factory.mktemp("sums")
-    config = write_run(folder, task="sums")
-    return run_to_the_end(commands, federation, folder, config, site_file, 2, insecure=True)
+    config = write_run(folder, task="sums", steps=5)
+    return run_to_the_end(commands, federation, folder, config, site_file, 5, insecure=True)
 
 
 @pytest.fixture(params=["digits", "sums"])
@@ -121,7 +121,7 @@ def test_site_learned_from_own_and_from_cross_rollouts(finished: FinishedRun, ag
     refused = sum(count for reason, count in summary["refused"].items() if reason != "empty")
     assert refused == 0 and summary["cross_rollouts"] > 12 * finished.steps
     for rows in by_source.values():
-        assert {row["reward"] for row in rows} == {0.0, 1.0}
+        assert {row["reward"] for row in rows} >= {0.0, 1.0}
         assert any(row["advantage"] != 0 for row in rows)
 
 
@@ -162,7 +162,11 @@ def test_final_model_loads_and_has_moved(finished: FinishedRun, federation: Fede
 
 def test_shipped_configurations_run(commands: Commands, federation: Federation, tmp_path: Path) -> None:
     # The test's models read bytes, of which a rendered prompt has more than the demo models' tokens.
-    smaller = ("steps=2", "prompts_per_step=4", "evaluation.prompts=4", "max_prompt_tokens=200")
+    # Nor were they taught this task: what one answers the other never would, and it would be left out.
+    smaller = (
+        *("steps=2", "prompts_per_step=4", "evaluation.prompts=4", "max_prompt_tokens=200"),
+        "algorithm.hacpo.source_floor=0",
+    )
     finished = run_to_the_end(
         commands,
         federation,

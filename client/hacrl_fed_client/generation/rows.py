@@ -11,6 +11,8 @@ from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from hacrl_fed_client.logps import rotates_by_length
+
 PAD = 0  # masks come from lengths, so the padding may be an ordinary token
 
 
@@ -61,7 +63,11 @@ class Rows:
         parameters = inspect.signature(model.forward).parameters
         # Its name since transformers 5.24, and before.
         cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
-        if cache_name is None or not {"position_ids", "logits_to_keep"} <= parameters.keys():
+        if (
+            cache_name is None
+            or not {"position_ids", "logits_to_keep"} <= parameters.keys()
+            or rotates_by_length(model)
+        ):
             return None
         output = model(
             input_ids=batch.input_ids,
@@ -70,7 +76,7 @@ class Rows:
             use_cache=True,
             logits_to_keep=1,
         )
-        cache = getattr(output, cache_name)
+        cache = getattr(output, cache_name, None)
         if type(cache) is not DynamicCache:
             return None
         if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
