@@ -182,7 +182,7 @@ def _shared_states(base: Any, sequences: Sequence[PromptAndCompletion], splits_h
             attention_mask=torch.cat([mask_DP[prompt_b], mask_bC], -1).long(),
             position_ids=positions_bC,
             use_cache=True,
-            **{_cache_name(_decoder(base, splits_head)): DynamicCache(expanded)},
+            **{cache_name(_decoder(base, splits_head)): DynamicCache(expanded)},
         )
         states.append(states_bCX[mask_bC.to(base.device)])
         place_n, column_n = mask_bC.nonzero(as_tuple=True)
@@ -203,15 +203,15 @@ def _call(base: Any, splits_head: bool, keep: int, **inputs: Any) -> tuple[Tenso
             inputs["logits_to_keep"] = keep
         output = called(**inputs)
         states = output.logits
-    return states[:, -keep:], getattr(output, _cache_name(called), None)
+    return states[:, -keep:], getattr(output, cache_name(called), None)
 
 
 def _decoder(base: Any, splits_head: bool) -> Any:
     return base.get_decoder() if splits_head else base
 
 
-def _cache_name(called: Any) -> str:
-    """Of the argument, and of the output's field: transformers renames them."""
+def cache_name(called: Any) -> str:
+    """Of the argument, and of the output's field, if there is one: transformers renames them."""
     return "cache" if "cache" in inspect.signature(called.forward).parameters else "past_key_values"
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hacrl_fed_client.logps import rotates_by_length
+from hacrl_fed_client.logps import cache_name, rotates_by_length
 
 PAD = 0  # masks come from lengths, so the padding may be an ordinary token
 
@@ -45,9 +45,9 @@ def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple
 class Rows:
     """What rows (B) have so far in the model's cache, and the logits (B, V) of their next tokens."""
 
-    def __init__(self, model: Any, cache_name: str, cache: DynamicCache, logits_BV: Tensor, mask_BT: Tensor) -> None:
+    def __init__(self, model: Any, name: str, cache: DynamicCache, logits_BV: Tensor, mask_BT: Tensor) -> None:
         self._model = model
-        self._cache_name = cache_name
+        self._cache_name = name
         self._cache = cache
         self._mask_BT = mask_BT
         self._lengths_B = mask_BT.sum(1)
@@ -60,14 +60,9 @@ class Rows:
         It must take a cache and positions, and return a cache of keys and values only, rows of which can be selected
         (layers with a sliding window can; recurrent ones cannot).
         """
+        name = cache_name(model)
         parameters = inspect.signature(model.forward).parameters
-        # Its name since transformers 5.24, and before.
-        cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
-        if (
-            cache_name is None
-            or not {"position_ids", "logits_to_keep"} <= parameters.keys()
-            or rotates_by_length(model)
-        ):
+        if not {name, "position_ids", "logits_to_keep"} <= parameters.keys() or rotates_by_length(model):
             return None
         output = model(
             input_ids=batch.input_ids,
@@ -76,12 +71,12 @@ class Rows:
             use_cache=True,
             logits_to_keep=1,
         )
-        cache = getattr(output, cache_name, None)
+        cache = getattr(output, name, None)
         if type(cache) is not DynamicCache:
             return None
         if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
             return None
-        return cls(model, cache_name, cache, output.logits[:, -1], batch.mask)
+        return cls(model, name, cache, output.logits[:, -1], batch.mask)
 
     def select(self, index: Tensor) -> None:
         """Takes the rows at ``index`` for the new ones; a row may be taken several times."""
