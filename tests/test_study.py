@@ -18,10 +18,10 @@ from hacrl_fed.config import SimulationConfig, load
 from hacrl_fed.run_folder import locked
 from hacrl_fed.tasks import digit_maps
 from study import tasks
-from study.outcomes import difference
+from study.outcomes import difference, outcome
 from study.plots import plot_regime
 from study.regimes import MAPS, REGIMES, AgentSpec, Regime, Seat
-from study.report import as_json, print_regime
+from study.report import as_json, as_markdown, print_regime
 from study.statistics import estimate, mean_height, paired_difference
 from study.tuning import best_rate
 from study.units import Plan, Training, digest, load_result, model_folder, result_file, trainings
@@ -113,14 +113,24 @@ def test_a_difference_that_is_certain_is_marked_and_a_single_seed_is_not() -> No
 def test_the_area_is_the_trapezoidal_rule(points: list[tuple[float, float]]) -> None:
     xs = list(itertools.accumulate(width for width, _ in points))
     ys = [height for _, height in points]
-    assert mean_height(xs, ys) == pytest.approx(float(np.trapezoid(ys, xs)) / (xs[-1] - xs[0]))
+    assert mean_height(xs, ys, xs[-1]) == pytest.approx(float(np.trapezoid(ys, xs)) / (xs[-1] - xs[0]))
 
 
 def test_an_area_needs_ascending_points() -> None:
-    assert mean_height([0, 10, 40], [0, 1, 1]) == pytest.approx(35 / 40)
+    assert mean_height([0, 10, 40], [0, 1, 1], 40) == pytest.approx(35 / 40)
     for xs, ys in (([0, 0], [1, 1]), ([0], [1]), ([0, 1], [1])):
         with pytest.raises(ValueError, match="ascend"):
-            mean_height(xs, ys)
+            mean_height(xs, ys, 1)
+
+
+def test_an_area_can_end_between_points_or_at_one() -> None:
+    xs, ys = [0, 10, 40], [0, 1, 0.4]
+    assert mean_height(xs, ys, 5) == pytest.approx(0.25)
+    assert mean_height(xs, ys, 10) == pytest.approx(0.5)
+    assert mean_height(xs, ys, 20) == pytest.approx((5 + 9) / 20)
+    for end in (0, 41):
+        with pytest.raises(ValueError, match="within"):
+            mean_height(xs, ys, end)
 
 
 def test_two_forms_of_an_answer_are_right_and_no_other() -> None:
@@ -223,6 +233,19 @@ def test_a_half_written_result_is_run_again_in_a_worker(tiny_study: Path, consol
     assert json.loads(file.read_text(encoding="utf-8"))["result"]["agents"] == json.loads(text)["result"]["agents"]
 
 
+def test_areas_are_over_all_own_rollouts_and_over_as_many_as_others_spend() -> None:
+    points = [
+        {"step": step, "own_rollouts": 16.0 * step, "greedy": greedy} for step, greedy in enumerate((0, 0.4, 0.6))
+    ]
+    rest = dict.fromkeys(("live_share_positive", "median_ratio", "median_rewarded_ratio", "left_out"))
+    measured = {"curve": points, "final": {"greedy": 0.6, "sampled": 0.5}, **rest}
+    together, alone = {"agents": {"a": measured, "b": measured}}, {"agents": {"alone": measured}}
+    shared = outcome(TINY, tiny_runs("naive"), {"a": together, "b": together})
+    lone = outcome(TINY, tiny_runs("gspo_x2"), {"a": alone, "b": alone})
+    assert (lone.mean["auc"], lone.mean["auc_same_rollouts"]) == (pytest.approx(0.35), pytest.approx(0.2))
+    assert shared.mean["auc_same_rollouts"] == shared.mean["auc"] == lone.mean["auc"]
+
+
 def test_a_regime_is_reported_as_tables_a_plot_and_json(tiny_study: Path, tmp_path: Path) -> None:
     outcomes = {
         variant: {0: outcome_of(TINY, tiny_runs(variant), tiny_study)} for variant in ("hacpo_signed", "gspo_x2")
@@ -242,6 +265,9 @@ def test_a_regime_is_reported_as_tables_a_plot_and_json(tiny_study: Path, tmp_pa
     difference = variants["hacpo_signed"]["difference"]
     assert difference["gspo_x2"]["final"]["mean"] == pytest.approx(finals["hacpo_signed"] - finals["gspo_x2"])
     assert difference["naive"]["final"] is None
+    document = as_markdown([TINY], {"tiny": outcomes})
+    assert "| [tiny](#tiny) |" in document
+    assert f"| gspo_x2 | {finals['gspo_x2']:.2f} |" in document
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from study.units import ALONE, Training
 
 # What a table shows of a method, in its order; those beside "final" and "auc" are None where nothing is shared.
 MEASURES = (
-    *("final", "final_sampled", "auc", "drop", "own_rollouts"),
+    *("final", "final_sampled", "auc", "auc_same_rollouts", "drop", "own_rollouts"),
     *("live_share_positive", "median_ratio", "median_rewarded_ratio", "left_out"),
 )
-OPPONENTS = ("gspo_x2", "naive")
-COMPARED_IN = ("final", "auc")
+# Opponents, and what methods are compared with them in.
+COMPARED_IN = {"gspo_x2": ("final", "auc", "auc_same_rollouts"), "naive": ("final", "auc")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +38,23 @@ def outcome(regime: Regime, runs: Mapping[str, Training], results: Mapping[str, 
     agents, curves = {}, {}
     for name in regime.reported:
         result = results[name]["agents"][name if name in runs[name].reported else ALONE]
-        agents[name] = _measures(result)
+        agents[name] = _measures(result, runs[name].rollouts_factor)
         curves[name] = result["curve"]
     return Outcome({measure: _mean([agents[name][measure] for name in agents]) for measure in MEASURES}, agents, curves)
 
 
-def _measures(result: Mapping[str, Any]) -> dict[str, float | None]:
+def _measures(result: Mapping[str, Any], rollouts_factor: int) -> dict[str, float | None]:
     curve = result["curve"]
     greedy = [point["greedy"] for point in curve]
+    rollouts = [point["own_rollouts"] for point in curve]
     return {
         "final": result["final"]["greedy"],
         "final_sampled": result["final"]["sampled"],
-        "auc": mean_height([point["own_rollouts"] for point in curve], greedy),
+        "auc": mean_height(rollouts, greedy, rollouts[-1]),
+        # Up to as many rollouts as a method spends that does not draw more of them.
+        "auc_same_rollouts": mean_height(rollouts, greedy, rollouts[-1] / rollouts_factor),
         "drop": max(greedy) - greedy[-1],
-        "own_rollouts": curve[-1]["own_rollouts"],
+        "own_rollouts": rollouts[-1],
         "live_share_positive": result["live_share_positive"],
         "median_ratio": result["median_ratio"],
         "median_rewarded_ratio": result["median_rewarded_ratio"],

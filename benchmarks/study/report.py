@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from study.outcomes import COMPARED_IN, MEASURES, OPPONENTS, Outcome, by_seed, difference, over_seeds
+from study.outcomes import COMPARED_IN, MEASURES, Outcome, by_seed, difference, over_seeds
 from study.regimes import Regime
 from study.statistics import Estimate
 from study.units import Plan
@@ -20,7 +20,8 @@ Outcomes = Mapping[str, Mapping[int, Outcome]]
 _HEADINGS = {
     "final": "final greedy",
     "final_sampled": "final sampled",
-    "auc": "AUC greedy",
+    "auc": "AUC",
+    "auc_same_rollouts": "AUC, same rollouts",
     "drop": "drop from peak",
     "own_rollouts": "own rollouts",
     "live_share_positive": "live A > 0",
@@ -57,10 +58,9 @@ def _print_methods(regime: Regime, outcomes: Outcomes, console: Console) -> None
 
 
 def _print_differences(outcomes: Outcomes, console: Console) -> None:
-    opponents = [opponent for opponent in OPPONENTS if opponent in outcomes]
-    if not opponents:
+    columns = _comparisons(outcomes)
+    if not columns:
         return
-    columns = [(opponent, measure) for opponent in opponents for measure in COMPARED_IN]
     table = Table(
         "method",
         *(f"{_HEADINGS[measure]} - {opponent}" for opponent, measure in columns),
@@ -73,6 +73,13 @@ def _print_differences(outcomes: Outcomes, console: Console) -> None:
     console.print(table)
 
 
+def _comparisons(outcomes: Outcomes) -> list[tuple[str, str]]:
+    """Opponents that were run, and the measures in which they are compared with."""
+    return [
+        (opponent, measure) for opponent in COMPARED_IN if opponent in outcomes for measure in COMPARED_IN[opponent]
+    ]
+
+
 def _cell(value: Estimate | None, digits: int, *, signed: bool = False) -> str:
     if value is None:
         return ""
@@ -83,29 +90,58 @@ def _cell(value: Estimate | None, digits: int, *, signed: bool = False) -> str:
 
 
 def as_markdown(regimes: Sequence[Regime], outcomes: Mapping[str, Outcomes]) -> str:
-    """The same tables, a section a regime, for a document."""
-    return "\n".join(line for regime in regimes for line in _section(regime, outcomes[regime.name]))
+    """The same tables for a document: the first variant's differences in all regimes, then a section a regime."""
+    sections = [line for regime in regimes for line in _section(regime, outcomes[regime.name])]
+    return "\n".join([*_summary(regimes, outcomes), *sections])
+
+
+def _summary(regimes: Sequence[Regime], outcomes: Mapping[str, Outcomes]) -> list[str]:
+    first = next(iter(outcomes[regimes[0].name]))
+    columns = _comparisons(outcomes[regimes[0].name])
+    rows = []
+    for regime in regimes:
+        of_regime = outcomes[regime.name]
+        finals = [
+            _cell(over_seeds(of_regime[variant], "final"), 2)
+            for variant in (first, *COMPARED_IN)
+            if variant in of_regime
+        ]
+        rows.append([f"[{regime.name}](#{regime.name})", *finals, *_differences(of_regime, first, columns)])
+    opponents = [opponent for opponent in COMPARED_IN if opponent in outcomes[regimes[0].name]]
+    headings = ["regime", *(f"{variant}, final" for variant in (first, *opponents)), *_versus(columns)]
+    return [*_table(headings, rows), ""]
 
 
 def _section(regime: Regime, outcomes: Outcomes) -> list[str]:
-    opponents = [opponent for opponent in OPPONENTS if opponent in outcomes]
-    versus = [(opponent, measure) for opponent in opponents for measure in COMPARED_IN]
-    headings = ["method", *_HEADINGS.values(), *(f"{_HEADINGS[measure]} - {opponent}" for opponent, measure in versus)]
-    rows = []
-    for variant, seeds in outcomes.items():
-        cells = [_cell(over_seeds(seeds, measure), 0 if measure == "own_rollouts" else 2) for measure in MEASURES]
-        found = [difference(outcomes, variant, opponent, measure) for opponent, measure in versus]
-        rows.append([variant, *cells, *(_cell(each, 2, signed=True) for each in found)])
+    columns = _comparisons(outcomes)
+    measured = [
+        [variant, *(_cell(over_seeds(seeds, measure), 0 if measure == "own_rollouts" else 2) for measure in MEASURES)]
+        for variant, seeds in outcomes.items()
+    ]
+    compared = [[variant, *_differences(outcomes, variant, columns)] for variant in outcomes]
     return [
         f"### {regime.name}",
         "",
         f"{regime.tests[0].upper()}{regime.tests[1:]}.".replace("?.", "?"),
         "",
-        *("| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows)),
+        *_table(["method", *_HEADINGS.values()], measured),
         "",
-        f"![{regime.name}]({regime.name}.png)",
+        *([*_table(["method", *_versus(columns)], compared), ""] if columns else []),
+        f"![{regime.name}](evidence/{regime.name}.png)",
         "",
     ]
+
+
+def _versus(columns: Sequence[tuple[str, str]]) -> list[str]:
+    return [f"{_HEADINGS[measure]} - {opponent}" for opponent, measure in columns]
+
+
+def _differences(outcomes: Outcomes, variant: str, columns: Sequence[tuple[str, str]]) -> list[str]:
+    return [_cell(difference(outcomes, variant, *column), 2, signed=True) for column in columns]
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows)]
 
 
 def as_json(
@@ -127,10 +163,8 @@ def _variants(outcomes: Outcomes) -> dict[str, Any]:
         variant: {
             "mean": {measure: _estimate(over_seeds(seeds, measure)) for measure in MEASURES},
             "difference": {
-                opponent: {
-                    measure: _estimate(difference(outcomes, variant, opponent, measure)) for measure in COMPARED_IN
-                }
-                for opponent in OPPONENTS
+                opponent: {measure: _estimate(difference(outcomes, variant, opponent, measure)) for measure in measures}
+                for opponent, measures in COMPARED_IN.items()
             },
             "by_seed": {measure: by_seed(seeds, measure) for measure in MEASURES},
             "seeds": {str(seed): asdict(one) for seed, one in seeds.items()},

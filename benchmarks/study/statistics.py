@@ -1,11 +1,13 @@
 """Means over seeds with Student's t intervals, paired differences, and the area under a curve."""
 
+import bisect
 import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from scipy import stats
 
 _CONFIDENCE = 0.95
@@ -41,10 +43,16 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     return estimate(differences) if differences else None
 
 
-def mean_height(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Area under the curve by the trapezoidal rule, divided by its width. Raises ValueError unless xs ascend."""
+def mean_height(xs: Sequence[float], ys: Sequence[float], end: float) -> float:
+    """Area under the curve from its first point to ``end``, by the trapezoidal rule, divided by the width.
+
+    Raises ValueError unless xs ascend and ``end`` lies beyond the first and not beyond the last.
+    """
     if len(xs) != len(ys) or len(xs) < 2 or any(right <= left for left, right in itertools.pairwise(xs)):
         raise ValueError("xs must ascend, be at least two, and be as many as ys")
-    points = list(zip(xs, ys, strict=True))
+    if not xs[0] < end <= xs[-1]:
+        raise ValueError(f"end must lie within xs, not at {end}")
+    inside = bisect.bisect_left(xs, end)
+    points = [*zip(xs[:inside], ys[:inside], strict=True), (end, float(np.interp(end, xs, ys)))]
     area = sum((right - left) * (low + high) / 2 for (left, low), (right, high) in itertools.pairwise(points))
-    return area / (xs[-1] - xs[0])
+    return area / (end - xs[0])

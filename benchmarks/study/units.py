@@ -87,6 +87,11 @@ class Training:
         return f"{self.variant.name}-{'+'.join(seat.spec.label for seat in self.seats)}-s{self.seed}"
 
     @property
+    def rollouts_factor(self) -> int:
+        """Own rollouts of a prompt, as a multiple of ``plan.group_size``. (The table of methods would import torch.)"""
+        return 2 if self.variant.method == "gspo_x2" else 1
+
+    @property
     def warm_starts(self) -> dict[str, WarmStart]:
         """Of each seat, by its name."""
         return {seat.name: WarmStart(seat.spec, self.seed) for seat in self.seats}
@@ -159,7 +164,7 @@ def cost(unit: WarmStart | Training) -> float:
     """About how many CPU seconds a unit takes, to order units and to estimate what is left."""
     if isinstance(unit, WarmStart):
         return 0.016 * unit.spec.warm_start_steps
-    plan, doubled = unit.plan, unit.variant.method == "gspo_x2"
+    plan, doubled = unit.plan, unit.rollouts_factor == 2
     sources = 2 if doubled else len(unit.seats)
     steps_s = sum(
         plan.steps * (1 - seat.joins_at) * ((0.25 if doubled else 0.15) + seat.learns * 0.085 * sources)
