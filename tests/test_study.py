@@ -25,7 +25,7 @@ from study.report import as_json, as_markdown, print_regime
 from study.statistics import estimate, mean_height, paired_difference
 from study.tuning import best_rate
 from study.units import Plan, Training, digest, load_result, model_folder, result_file, trainings
-from study.variants import VARIANTS, learning_rate
+from study.variants import LEARNING_RATES, TUNING_GRID, VARIANTS, learning_rate
 from study.work import outcome_of, outcomes_of
 from study.workers import run_missing, run_unit
 
@@ -160,6 +160,13 @@ def test_a_tie_of_learning_rates_goes_to_the_largest() -> None:
     assert best_rate({1e-4: 0.478, 3e-4: 0.473, 1e-3: 0.38}) == 3e-4
     assert best_rate({1e-4: 0.53, 3e-4: 0.75, 1e-3: 0.81}) == 1e-3
     assert best_rate({1e-4: 0.60, 3e-4: 0.45, 1e-3: 0.2}) == 1e-4
+
+
+def test_learning_rates_are_the_best_of_the_grid_that_is_on_record() -> None:
+    record = json.loads((Path(__file__).parents[1] / "docs" / "evidence" / "tuning.json").read_text(encoding="utf-8"))
+    grid = {name: {float(lr): score for lr, score in scores.items()} for name, scores in record["grid"].items()}
+    assert {name: best_rate(scores) for name, scores in grid.items()} == dict(LEARNING_RATES)
+    assert all(tuple(scores) == TUNING_GRID for scores in grid.values())
 
 
 def test_agents_of_a_regime_differ_in_architecture_size_and_tokenizer() -> None:
