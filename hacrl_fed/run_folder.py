@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hacrl_fed.errors import UserError
+from hacrl_fed.errors import HacrlFedError, UserError
 
 _LEDGER = "ledger.sqlite"
 
@@ -91,12 +91,36 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def keep_json_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Drops from a file of JSON lines those that are not to be kept, and an unfinished last one; returns the others."""
-    kept = [line for line in read_json_lines(path) if keep(line)]
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises HacrlFedError, which names the file and says what to do, where it cannot be written within (disk full)."""
+    try:
+        yield
+    except OSError as error:
+        raise HacrlFedError(
+            f"{path} cannot be written ({error.strerror or error}): make room or let it be written, then run the same "
+            "command again"
+        ) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file beside its place and renames it: whoever is killed meanwhile leaves the old one or the new one.
+
+    Raises HacrlFedError as ``writing``.
+    """
     beside = path.with_name(path.name + ".new")
-    beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    beside.replace(path)
+    with writing(path):
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+
+
+def keep_json_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Drops from a file of JSON lines those that are not to be kept, and an unfinished last one; returns the others.
+
+    Raises HacrlFedError as ``writing``.
+    """
+    kept = [line for line in read_json_lines(path) if keep(line)]
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
 
 

@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hacrl_fed.config import JsonLinesTask, SimulationConfig, SiteConfig, load
+from hacrl_fed.config import SimulationConfig, load, rooted
 from hacrl_fed.errors import HacrlFedError, InterruptedRunError, RefusedError, UserError
 from hacrl_fed.protocol import certs, keys
 from hacrl_fed.protocol import roster as rosters
@@ -161,7 +161,8 @@ def _run_method(federation: _Federation, method: str, folder: Path, console: Con
             agent_folder = folder / "agents" / name
             agent_folder.mkdir(parents=True, exist_ok=True)
             site_file = agent_folder / "site.yaml"
-            site_file.write_text(_rooted(agent.site, federation.base_dir).model_dump_json(indent=2), encoding="utf-8")
+            # In another folder, which its paths are not relative to.
+            site_file.write_text(rooted(agent.site, federation.base_dir).model_dump_json(indent=2), encoding="utf-8")
             arguments = [
                 *("client", "--server", address, "--agent", name, "--model", federation.models[name], *roster),
                 *("--key", str(files / f"agent-{name}.key"), "--run-dir", str(agent_folder)),
@@ -262,17 +263,6 @@ def _stop(processes: list[_Process]) -> None:
         except subprocess.TimeoutExpired:
             process.popen.kill()
             process.popen.wait()
-
-
-def _rooted(site: SiteConfig, base_dir: Path) -> SiteConfig:
-    """The site's configuration with its relative paths made absolute, since it is written into another folder."""
-    tasks = {
-        name: task.model_copy(update={"path": (base_dir / task.path).absolute()})
-        if isinstance(task, JsonLinesTask)
-        else task
-        for name, task in site.tasks.items()
-    }
-    return site.model_copy(update={"tasks": tasks})
 
 
 def _read_json(path: Path) -> dict[str, Any]:

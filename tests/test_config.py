@@ -17,6 +17,7 @@ from hacrl_fed.config import (
     load,
     merged_algorithm,
     parse,
+    rooted,
 )
 from hacrl_fed.errors import UserError
 from hacrl_fed.protocol.roster import Roster
@@ -176,3 +177,12 @@ def test_a_run_configuration_survives_the_wire_and_cannot_be_changed() -> None:
 def test_a_simulated_agent_has_exactly_one_model(agent: dict[str, str]) -> None:
     with pytest.raises(UserError, match=r"agents\.a: exactly one of model and demo_model must be given"):
         parse(SimulationConfig, {"run": LEAST, "agents": {"a": agent}}, "sim.yaml")
+
+
+def test_paths_are_relative_to_the_file_that_names_them(tmp_path: Path) -> None:
+    tasks = {"x": {"kind": "jsonl", "path": "x.jsonl"}, "y": {"kind": "reasoning_gym", "dataset": "chain_sum"}}
+    site = rooted(SiteConfig.model_validate({"chat_template": "chat.jinja", "tasks": tasks}), tmp_path)
+    assert site.chat_template == tmp_path / "chat.jinja"
+    assert site.tasks["x"].path == tmp_path / "x.jsonl" and site.tasks["y"].kind == "reasoning_gym"
+    assert rooted(site, tmp_path / "other") == site
+    assert rooted(SiteConfig(), tmp_path).chat_template is None

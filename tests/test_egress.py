@@ -7,6 +7,7 @@ import pytest
 
 from hacrl_fed.errors import HacrlFedError
 from hacrl_fed_client.egress import FILE_NAME, Egress
+from limited import files_of_at_most
 
 
 def lines(folder: Path) -> list[dict[str, object]]:
@@ -48,4 +49,22 @@ def test_a_resumed_run_goes_on_counting_and_writing(tmp_path: Path) -> None:
     with pytest.raises(HacrlFedError, match="step 0 would send more than"):
         again.sent("Publish", 991, step=0)  # what an earlier process sent counts
     assert [line["bytes"] for line in lines(tmp_path)] == [10, 20]
+    again.close()
+
+
+def test_what_cannot_be_recorded_must_not_leave(tmp_path: Path) -> None:
+    egress = Egress(tmp_path, 1000)
+    egress.sent("Publish", 10, step=0)
+    size = (tmp_path / FILE_NAME).stat().st_size
+    for room in (size, size + 10):  # none, and some for the beginning of a line
+        with (
+            files_of_at_most(room),
+            pytest.raises(HacrlFedError, match=r"egress\.jsonl cannot be written .*: make room"),
+        ):
+            egress.sent("Publish", 20, step=0)
+    assert egress.sent_bytes == 10
+    egress.close()
+    again = Egress(tmp_path, 1000)
+    again.sent("Publish", 30, step=0)
+    assert [line["bytes"] for line in lines(tmp_path)] == [10, 30]
     again.close()

@@ -7,56 +7,34 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
-    BloomConfig,
     ByT5Tokenizer,
-    CohereConfig,
-    Gemma2Config,
-    GemmaConfig,
     GenerationConfig,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MistralConfig,
-    Phi3Config,
-    PhiConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
     TorchAoConfig,
 )
 
 from hacrl_fed.config import Lora, SiteConfig
-from hacrl_fed.errors import UserError
-from hacrl_fed_client import batching, head, logps
-from hacrl_fed_client.logps import Ways
+from hacrl_fed.errors import HacrlFedError, UserError
+from hacrl_fed_client import recompute
 from hacrl_fed_client.policy import Policy
-from tiny_models import CHAT_TEMPLATE, END, Family, save_tiny, tiny_model, tiny_tokenizer
+from limited import files_of_at_most
+from tiny_models import CHAT_TEMPLATE, END, Family, full_logps, perturb, save_tiny, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
-FAMILIES: list[Family] = ["qwen3", "llama", "gpt2"]
+FAMILIES: list[Family] = ["qwen3", "llama", "mistral", "gemma", "gpt2"]
 SEQUENCES = [([5, 6, 7], [8, 9]), ([1], [2]), ([3, 4, 5, 6, 7, 8], [9, 10, 11, 12]), ([2, 2], [2, 2, 2])]
 
 
 def load(folder: str, *, with_reference: bool = False, **settings: object) -> Policy:
     return Policy.load(folder, SiteConfig.model_validate(settings), seed=0, with_reference=with_reference)
-
-
-def full_logps(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """A second implementation: one sequence, all logits, log-softmax in float64."""
-    ids = torch.tensor([prompt + completion])
-    logits = model(input_ids=ids).logits[0].double()
-    logps = torch.log_softmax(logits, -1)[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
-    return logps[len(prompt) - 1 :]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,248 +48,6 @@ def test_log_probs_equal_those_of_one_sequence_at_a_time(tmp_path: Path, family:
     with torch.no_grad():
         for row, keep, (prompt, completion) in zip(logps, mask, SEQUENCES, strict=True):
             torch.testing.assert_close(row[keep].double(), full_logps(model, prompt, completion), atol=1e-5, rtol=0)
-
-
-# Groups of unlike size, prompts and completions of unlike length, down to a token; the longest of the shortest prompt.
-GROUPS = [
-    ([5, 6, 7, 8, 9, 3, 1, 2], [8, 9]),
-    ([1], [2]),
-    ([5, 6, 7, 8, 9, 3, 1, 2], [4]),
-    ([3, 4, 5, 6, 7], [9, 10, 11, 12]),
-    ([1], [6, 5, 4, 3, 2, 1, 0]),
-    ([5, 6, 7, 8, 9, 3, 1, 2], [7, 7, 7]),
-    ([3, 4, 5, 6, 7], [1]),
-]
-SHAPE = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 2,
-}
-GPT2_SHAPE = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.3}
-LONG_ROPE = {
-    "original_max_position_embeddings": 64,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-        "original_max_position_embeddings": 64,
-    },
-}
-# Models with what can be told of them: whether the head can be split off, and prompts shared.
-MODELS: dict[str, tuple[PreTrainedConfig, Ways]] = {
-    "qwen3": (Qwen3Config(**SHAPE, tie_word_embeddings=True), Ways(True, True)),
-    "llama": (LlamaConfig(**SHAPE), Ways(True, True)),
-    "gpt2": (GPT2Config(**GPT2_SHAPE, bos_token_id=2, eos_token_id=2), Ways(True, True)),
-    "scaled embeddings": (GemmaConfig(**SHAPE), Ways(True, True)),
-    "position biases": (BloomConfig(vocab_size=40, hidden_size=32, n_layer=2, n_head=4), Ways(True, True)),
-    "head with a bias": (PhiConfig(**SHAPE | {"num_key_value_heads": 4}), Ways(True, True)),
-    "scaled logits": (CohereConfig(**SHAPE, logit_scale=0.5), Ways(False, True)),
-    "frequencies by length": (Phi3Config(**SHAPE | LONG_ROPE), Ways(True, False)),
-    "window": (MistralConfig(**SHAPE, sliding_window=4), Ways(True, False)),
-    "window, capped logits": (Gemma2Config(**SHAPE, sliding_window=4), Ways(False, False)),
-    "recurrent": (MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2, state_size=4), Ways(True, False)),
-}
-
-
-def policy_of(config: PreTrainedConfig, lora: Lora | None = None) -> Policy:
-    """A policy over a random model; its tokenizer is another's, and not used."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: PreTrainedModel | PeftModel = AutoModelForCausalLM.from_config(config).eval()
-        for parameter in model.parameters():
-            parameter.data += 0.1 * torch.randn(parameter.shape)  # biases, which begin at 0
-        if lora is not None:
-            targets = list(lora.target_modules)
-            model = get_peft_model(model, LoraConfig(r=lora.r, target_modules=targets, task_type="CAUSAL_LM")).eval()
-    policy = Policy("tiny", model, tiny_tokenizer(), (2,), reference=None, autocast=False)
-    if lora is not None:
-        perturb(policy)
-    return policy
-
-
-def assert_equal_to_one_sequence_at_a_time(policy: Policy, sequences: list[tuple[list[int], list[int]]]) -> None:
-    """Log-probs, and gradients of their sum with some weights, against all logits of one sequence at a time."""
-    policy._model.zero_grad()
-    logps, mask = policy.token_logps(sequences, gradient=True)
-    weights = torch.rand(logps.shape, generator=torch.Generator().manual_seed(0))
-    (logps * weights).sum().backward()
-    parameters = policy.parameters()
-    mine = [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in parameters]
-    policy._model.zero_grad()
-    for row, weight, keep, sequence in zip(logps, weights, mask, sequences, strict=True):
-        assert not row[~keep].any()
-        expected = full_logps(policy._model, *sequence)
-        torch.testing.assert_close(row[keep].double(), expected, atol=1e-5, rtol=0)
-        (expected * weight[keep]).sum().backward()
-    for gradient, parameter in zip(mine, parameters, strict=True):
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-5)
-    assert max(gradient.abs().max() for gradient in mine) > 0.1
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_log_probs_and_gradients_are_the_models_own_in_every_way_it_can_be_called(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config, ways = MODELS[name]
-    policy = policy_of(config)
-    assert_equal_to_one_sequence_at_a_time(policy, GROUPS)
-    assert policy._ways == ways
-    assert_equal_to_one_sequence_at_a_time(policy, [([1], [2])])
-    assert_equal_to_one_sequence_at_a_time(policy, [([1, 2, 3], [each]) for each in range(4)])
-    said = [message for message in caplog.messages if message.startswith("tiny: ")]
-    assert len(said) == (not ways.splits_head) + (not ways.shares_prompts)
-    if ways.shares_prompts:
-        # Each saving alone.
-        policy._ways = Ways(False, True)
-        assert_equal_to_one_sequence_at_a_time(policy, GROUPS)
-        policy._ways = Ways(False, False)
-        assert_equal_to_one_sequence_at_a_time(policy, GROUPS)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
-@pytest.mark.parametrize("targets", [("q_proj", "up_proj"), ("q_proj", "lm_head")])
-def test_log_probs_and_gradients_of_an_adapter(name: str, targets: tuple[str, ...], monkeypatch: Any) -> None:
-    monkeypatch.setattr(head, "CHUNK", 3)
-    policy = policy_of(MODELS[name][0], Lora(r=4, target_modules=targets))
-    assert_equal_to_one_sequence_at_a_time(policy, GROUPS)
-    assert policy._ways == Ways(True, True)
-
-
-def test_a_model_whose_forward_cannot_drop_logits_is_scored_alike() -> None:
-    policy = policy_of(MODELS["scaled logits"][0])
-    expected, _ = policy.token_logps(GROUPS)
-    model: Any = policy._model
-    forward = type(model).forward
-    model.forward = lambda **inputs: forward(model, **inputs)
-    policy._ways = Ways(False, False)
-    torch.testing.assert_close(policy.token_logps(GROUPS)[0], expected)
-
-
-def test_the_padding_stays_within_the_context() -> None:
-    policy = policy_of(MODELS["gpt2"][0])
-    long, short = list(range(2, 40)) * 2, [5, 6]
-    full = [(long[:60], [7, 8, 9, 10]), (long[:60], [3]), (long[:60], [5, 4])]
-    assert_equal_to_one_sequence_at_a_time(policy, [*full, (short, long[:30]), (short, long[1:29])])
-
-
-def tokens_forwarded(policy: Policy, sequences: list[tuple[list[int], list[int]]]) -> list[list[int]]:
-    """All ids that reach the model, call by call."""
-    policy.token_logps(sequences)  # the probe of the first call is not counted
-    seen: list[list[int]] = []
-    embeddings = policy._model.get_input_embeddings()
-    hook = embeddings.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].flatten().tolist()))
-    policy.token_logps(sequences)
-    hook.remove()
-    return seen
-
-
-def test_a_distinct_prompt_is_forwarded_once_where_that_is_less() -> None:
-    policy = policy_of(MODELS["llama"][0])
-    prompt, other = list(range(20, 28)), list(range(30, 38))
-    shared = [(prompt, [1, 2]), (other, [3]), (prompt, [4, 5, 6]), (other, [7, 8, 9, 10]), (prompt, [11])]
-    prompts, completions = tokens_forwarded(policy, shared)
-    assert sorted(prompts) == prompt + other
-    # The last token of a completion predicts nothing; 0 pads.
-    assert sorted(completions) == [0, 0, 0, 1, 4, 5, 7, 8, 9]
-    shapes = [logps.shape(sequence) for sequence in shared]
-    assert len(prompts + completions) == batching.shared_slots(shapes) < batching.plain_slots(shapes)
-    # Completions of a token need no more than their prompts.
-    assert tokens_forwarded(policy, [(prompt, [1]), (prompt, [2])]) == [prompt]
-    # Nothing to share, or too little: the short prompt would be padded to the long one's length.
-    assert len(tokens_forwarded(policy, [(prompt, [1, 2, 3]), (other, [1, 2, 3])])) == 1
-    assert len(tokens_forwarded(policy, [([1], [1, 2, 3]), ([1], [2, 2, 3]), (prompt[:4], [1])])) == 1
-    # Completions of unlike length do not pad each other.
-    long = list(range(40)) + list(range(9))
-    assert [len(call) for call in tokens_forwarded(policy, [(prompt, long), (prompt, [1, 2, 3]), (prompt, [1])])] == [
-        8,
-        48,
-        2,
-    ]
-
-
-class LogitsSeen(TorchDispatchMode):
-    """Records of how many tokens any operation, of either pass, gave something over the whole vocabulary."""
-
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.tokens = 0
-
-    def see(self, tensor: torch.Tensor) -> torch.Tensor:
-        # The head's weights, transposed, are no logits.
-        if tensor.shape[-1:] == (self.vocab_size,) and tensor.shape != (self.hidden_size, self.vocab_size):
-            self.tokens = max(self.tokens, tensor.shape[:-1].numel())
-        return tensor
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return tree_map_only(torch.Tensor, self.see, func(*args, **(kwargs or {})))
-
-
-@pytest.mark.parametrize("targets", [None, ("q_proj",), ("lm_head",)])
-def test_logits_of_more_than_a_chunk_are_never_in_memory(targets: tuple[str, ...] | None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(head, "CHUNK", 5)
-    config = LlamaConfig(**SHAPE | {"vocab_size": 41})
-    policy = policy_of(config, Lora(r=4, target_modules=targets) if targets else None)
-    policy.token_logps(GROUPS)  # the probe of the first call is not counted
-    saved = LogitsSeen(41, 32)
-    with LogitsSeen(41, 32) as made:
-        with torch.autograd.graph.saved_tensors_hooks(saved.see, lambda tensor: tensor):
-            logps, mask = policy.token_logps(GROUPS, gradient=True)
-        assert made.tokens == 5 < mask.sum()
-        assert saved.tokens == 0
-        logps.sum().backward()
-    assert made.tokens == 5
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_heads_gradient_is_that_of_finite_differences(bias: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(head, "CHUNK", 2)
-    linear = torch.nn.Linear(3, 4, bias=bias, dtype=torch.float64)
-    parameters = list(linear.parameters())
-    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    targets = torch.tensor([0, 3, 3, 1, 2])
-    assert torch.autograd.gradcheck(lambda *_: head.head_logps(linear, hidden, targets), (hidden, *parameters))
-    linear.requires_grad_(False)
-    assert torch.autograd.gradcheck(lambda hidden: head.head_logps(linear, hidden, targets), (hidden,))
-    head.head_logps(linear, hidden, targets).sum().backward()
-    assert linear.weight.grad is None
-    linear.requires_grad_(True)
-    head.head_logps(linear, hidden.detach(), targets).sum().backward()
-    assert linear.weight.grad is not None
-
-
-def test_the_head_computes_in_bfloat16_where_autocast_says_so_and_its_softmax_in_float32(monkeypatch: Any) -> None:
-    monkeypatch.setattr(head, "CHUNK", 8)
-    generator = torch.Generator().manual_seed(0)
-    linear = torch.nn.Linear(32, 50)
-    hidden, targets = torch.randn(20, 32, generator=generator), torch.randint(0, 50, (20,), generator=generator)
-    found = []
-    for way in (head.head_logps, lambda *inputs: head.logits_logps(linear(inputs[1]), inputs[2])):
-        inputs = hidden.clone().requires_grad_()
-        linear.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            logps = way(linear, inputs, targets)
-        logps.sum().backward()
-        assert logps.dtype == torch.float32 and linear.weight.grad is not None and inputs.grad is not None
-        found.append((logps.detach(), inputs.grad, linear.weight.grad.clone()))
-    # The chunks' products are in bfloat16 in the backward pass too; the weights' gradient sums them in float32.
-    assert torch.equal(found[0][1], found[0][1].bfloat16().float())
-    assert not torch.equal(found[0][2], found[0][2].bfloat16().float())
-    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-6, rtol=0)
-    torch.testing.assert_close(found[0][1:], found[1][1:], atol=0.02, rtol=0.02)
-    assert not torch.equal(found[0][0], head.head_logps(linear, hidden, targets))
 
 
 def test_the_token_id_under_the_padding_does_not_matter(tmp_path: Path) -> None:
@@ -499,12 +235,6 @@ def test_a_model_that_lacks_weights_is_refused(tmp_path: Path) -> None:
         load(folder)
 
 
-def perturb(policy: Policy) -> None:
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lora", [None, Lora(r=4)])
 def test_the_reference_stays_as_loaded(tmp_path: Path, family: Family, lora: Lora | None) -> None:
@@ -631,6 +361,48 @@ def test_a_chat_template_that_fails_is_one_sentence(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, tokenizer=tokenizer)
     with pytest.raises(UserError, match=r"chat template of .* fails: no users here"):
         load(folder)
+
+
+@pytest.mark.parametrize("template", ["{{ messages + 1 }}", "{{ 1 / 0 }}", "{{ messages[7]['content'] }}", "{% if %}"])
+def test_a_chat_template_that_is_wrong_in_itself_is_one_sentence(tmp_path: Path, template: str) -> None:
+    (tmp_path / "chat.jinja").write_text(template)
+    folder = save_tiny(tmp_path / "model", tokenizer=tiny_tokenizer(chat=False))
+    with pytest.raises(UserError, match=r"chat template of .* fails: ") as caught:
+        load(folder, chat_template=tmp_path / "chat.jinja")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_chat_template_can_be_given(tmp_path: Path, chat: bool) -> None:
+    folder = save_tiny(tmp_path / "model", tokenizer=tiny_tokenizer(chat=chat))
+    template = "{% for m in messages %}{{ m['content'] }} and <|im_end|>{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    policy = load(folder, chat_template=tmp_path / "chat.jinja")
+    assert policy.tokenizer.decode(policy.render_prompt("the 12")) == f"the 12 and {END}"
+    # The final model's users prompt it in the same way.
+    policy.save_pretrained(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == template
+    with pytest.raises(UserError, match=r"chat template .*none\.jinja cannot be read: .*No such file"):
+        load(folder, chat_template=tmp_path / "none.jinja")
+
+
+def test_without_room_the_model_is_told_not_to_be_written(tmp_path: Path) -> None:
+    policy = load(save_tiny(tmp_path / "first"))
+    with (
+        files_of_at_most(50_000),
+        pytest.raises(HacrlFedError, match=r"saved \(.*File too large.*\): make room") as caught,
+    ):
+        policy.save_pretrained(tmp_path / "saved")
+    assert "\n" not in str(caught.value)
+    policy.save_pretrained(tmp_path / "saved")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+def test_a_model_without_layers_that_could_be_checkpointed_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = save_tiny(tmp_path)
+    monkeypatch.setattr(recompute, "GradientCheckpointingLayer", Policy)
+    with pytest.raises(UserError, match="has no layers to checkpoint: set gradient_checkpointing to false"):
+        load(folder, gradient_checkpointing=True)
 
 
 def test_an_adapter_alone_is_refused(tmp_path: Path) -> None:

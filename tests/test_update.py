@@ -116,7 +116,7 @@ def naive_step(folder: str, batches: list[list[TrainingRollout]], kl_coef: float
 HACPO = {"hacpo": {"cross_clip_low": 0.5, "cross_clip_step": 0.0}}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "gemma", "gpt2"])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
 def test_a_step_equals_that_of_a_naive_implementation(tmp_path: Path, family: Any, kl_coef: float) -> None:
     folder = save_tiny(tmp_path, family)
@@ -210,6 +210,24 @@ def test_micro_batches_do_not_change_the_weights(tmp_path: Path, tokens: int, lo
     assert cut_metrics == pytest.approx(whole_metrics, abs=1e-5)
 
 
+@pytest.mark.parametrize("lora", [None, Lora(r=4)])
+def test_gradient_checkpointing_does_not_change_the_weights(tmp_path: Path, lora: Lora | None) -> None:
+    folder = save_tiny(tmp_path / "model")
+    states = []
+    for checkpointing in (False, True):
+        policy = load(folder, lora=lora, gradient_checkpointing=checkpointing)
+        own = rollouts(policy, "me", groups=(8, 1, 5, 2), shortest=30)
+        run = updater(policy, algorithm(kl_coef=0.1, **HACPO), tokens=300)
+        run.step([*own, *rollouts(policy, "a", ratio=0.9, seed=1)], nothing)
+        states.append(policy.trainable_state())
+        policy.save_pretrained(tmp_path / str(checkpointing))
+    for name in states[0]:
+        torch.testing.assert_close(states[1][name], states[0][name], atol=1e-5, rtol=0)
+    saved = [AutoModelForCausalLM.from_pretrained(tmp_path / str(each)).state_dict() for each in (False, True)]
+    for name in saved[0]:
+        torch.testing.assert_close(saved[1][name], saved[0][name], atol=1e-5, rtol=0)
+
+
 def test_pad_equal_to_eos_changes_nothing(tmp_path: Path) -> None:
     # Two tokenizers whose ids agree but for the pad token, one of which pads with EOS.
     states = []
@@ -241,6 +259,61 @@ def test_a_cross_mini_batch_without_gradient_leaves_the_optimizer_as_it_is(tmp_p
     # The momentum would have moved the weights, so this test can fail.
     run.step(rollouts(policy, "a", ratio=0.9), nothing)
     assert any(not torch.equal(weights[name], value) for name, value in policy.trainable_state().items())
+
+
+class Forwarded:
+    """Counts the sequences that a policy forwards, with gradient and without."""
+
+    def __init__(self, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[bool, int]] = []
+        token_logps = policy.token_logps
+
+        def counted(sequences: Any, *, gradient: bool = False, **rest: Any) -> Any:
+            self.calls.append((gradient, len(sequences)))
+            return token_logps(sequences, gradient=gradient, **rest)
+
+        monkeypatch.setattr(policy, "token_logps", counted)
+
+
+def assert_weights(policy: Policy, expected: dict[str, torch.Tensor]) -> None:
+    for name, weight in policy.trainable_state().items():
+        torch.testing.assert_close(weight, expected[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["hacpo", "naive_own"])
+def test_rollouts_without_advantage_are_not_forwarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    policy = load(save_tiny(tmp_path))
+    mixed = [replace(row, advantage=row.advantage * (number > 1)) for number, row in enumerate(rollouts(policy, "me"))]
+    forwarded = Forwarded(policy, monkeypatch)
+    metrics = updater(policy, algorithm(method=method)).step(mixed, nothing)
+    assert sum(count for gradient, count in forwarded.calls if gradient) == 6
+    assert sum(count for gradient, count in forwarded.calls if not gradient) == (6 if method == "naive_own" else 0)
+    # They count in the mean all the same.
+    assert_weights(policy, naive_step(str(tmp_path), [mixed[:4], mixed[4:]], kl_coef=0.0))
+    # Two of the second mini-batch are clipped, of eight in all.
+    assert metrics["self/clip_share"] == 0.25 and metrics["updates_made"] == 2
+
+
+@pytest.mark.parametrize("tokens", [10_000, 40])
+def test_of_a_source_with_few_live_rollouts_only_those_are_forwarded_with_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    policy = load(save_tiny(tmp_path))
+    rows = [replace(row, omega=1.0) for row in rollouts(policy, "c", ratio=0.9)]
+    # Live are one rollout of the first mini-batch and two of the second.
+    far = [
+        row if number in (1, 4, 7) else replace(row, source_mean_logp=row.source_mean_logp + 3)
+        for number, row in enumerate(rows)
+    ]
+    forwarded = Forwarded(policy, monkeypatch)
+    metrics = updater(policy, algorithm(**HACPO), tokens=tokens).step(far, nothing)
+    with_gradient = sum(count for gradient, count in forwarded.calls if gradient)
+    screened = sum(count for gradient, count in forwarded.calls if not gradient)
+    assert (with_gradient, screened) == (4 + 2, 4)
+    assert_weights(policy, naive_step(str(tmp_path), [far[:4], far[4:]], kl_coef=0.0))
+    assert metrics["cross/c/live_share_positive"] == 1 / 4 and metrics["cross/c/live_share_negative"] == 2 / 4
 
 
 def test_an_own_mini_batch_without_gradient_is_skipped_but_for_the_kl(tmp_path: Path) -> None:
@@ -321,7 +394,13 @@ def test_the_band_rises_by_the_share_of_the_steps_updates(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "settings", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "lora": {"r": 4}}], ids=["full", "lora"]
+    "settings",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "lora": {"r": 4}},
+        {"dtype": "bfloat16", "gradient_checkpointing": True},
+    ],
+    ids=["full", "lora", "checkpointed"],
 )
 def test_rows_scored_beside_others_start_an_update_unclipped_in_16_bits(tmp_path: Path, settings: Any) -> None:
     policy = load(save_tiny(tmp_path), **settings)

@@ -6,10 +6,15 @@ from typing import Literal
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizer,
     PreTrainedTokenizerFast,
@@ -17,7 +22,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-Family = Literal["qwen3", "llama", "gpt2"]
+from hacrl_fed_client.policy import Policy
+
+Family = Literal["qwen3", "llama", "mistral", "gemma", "gpt2"]
 AnyTokenizer = PreTrainedTokenizer | PreTrainedTokenizerFast
 
 END = "<|im_end|>"
@@ -53,10 +60,12 @@ def tiny_tokenizer(
 
 
 def tiny_model(family: Family, tokenizer: AnyTokenizer, seed: int = 0, scale: float = 0.1) -> PreTrainedModel:
-    """A random model of ``family`` in float32; ``scale`` is the standard deviation of its initial weights."""
+    """A random model of ``family`` in float32; ``scale`` is the standard deviation of its initial weights.
+
+    Mistral's has a window of 8 tokens.
+    """
     vocab_size = len(tokenizer)
     eos = tokenizer.eos_token_id
-    config: Qwen3Config | LlamaConfig | GPT2Config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if family == "gpt2":
@@ -71,7 +80,13 @@ def tiny_model(family: Family, tokenizer: AnyTokenizer, seed: int = 0, scale: fl
                 eos_token_id=eos,
             )
             return GPT2LMHeadModel(config).eval()
-        kind, model_type = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[family]
+        kinds: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, int]]] = {
+            "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+            "llama": (LlamaConfig, LlamaForCausalLM, {}),
+            "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 8}),
+            "gemma": (GemmaConfig, GemmaForCausalLM, {}),
+        }
+        kind, model_type, more = kinds[family]
         config = kind(
             vocab_size=vocab_size,
             hidden_size=32,
@@ -81,10 +96,11 @@ def tiny_model(family: Family, tokenizer: AnyTokenizer, seed: int = 0, scale: fl
             num_key_value_heads=2,
             head_dim=8,
             max_position_embeddings=256,
-            tie_word_embeddings=family == "qwen3",
+            tie_word_embeddings=family in ("qwen3", "gemma"),
             initializer_range=scale,
             bos_token_id=None,
             eos_token_id=eos,
+            **more,
         )
         return model_type(config).eval()
 
@@ -134,3 +150,18 @@ def teach_digits(model: PreTrainedModel, tokenizer: AnyTokenizer) -> None:
         model(input_ids=input_ids, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def full_logps(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """A second implementation: one sequence, all logits, log-softmax in float64."""
+    ids = torch.tensor([prompt + completion])
+    logits = model(input_ids=ids).logits[0].double()
+    logps = torch.log_softmax(logits, -1)[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
+    return logps[len(prompt) - 1 :]
+
+
+def perturb(policy: Policy) -> None:
+    """Moves what is trained away from how it was loaded."""
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))

@@ -1,13 +1,15 @@
 """The record of what leaves a site: a line for each message sent, and a limit on what a step may send."""
 
+import errno
 import json
+import os
 import threading
 import time
 from collections import Counter
 from pathlib import Path
 
 from hacrl_fed.errors import HacrlFedError
-from hacrl_fed.run_folder import keep_json_lines
+from hacrl_fed.run_folder import keep_json_lines, writing
 
 FILE_NAME = "egress.jsonl"
 
@@ -24,8 +26,9 @@ class Egress:
         self._lock = threading.Lock()
         self._limit = bytes_per_step
         self._by_step: Counter[int] = Counter()
-        earlier = keep_json_lines(folder / FILE_NAME, lambda line: True)
-        self._file = (folder / FILE_NAME).open("a", encoding="utf-8", buffering=1)
+        self._path = folder / FILE_NAME
+        earlier = keep_json_lines(self._path, lambda line: True)
+        self._file = self._path.open("ab", buffering=0)
         self.sent_bytes = sum(line["bytes"] for line in earlier)
         for line in earlier:
             if line["step"] is not None:
@@ -33,7 +36,10 @@ class Egress:
         self.received_bytes = 0
 
     def sent(self, method: str, size: int, step: int | None = None) -> None:
-        """Records a message that is about to leave. Raises HacrlFedError where it would exceed the step's limit."""
+        """Records a message that is about to leave.
+
+        Raises HacrlFedError where it would exceed the step's limit, or cannot be recorded: it must not leave then.
+        """
         with self._lock:
             if step is not None and self._by_step[step] + size > self._limit:
                 raise HacrlFedError(
@@ -41,7 +47,11 @@ class Egress:
                     "raise it in site.yaml if that is meant"
                 )
             line = {"time": round(time.time(), 3), "method": method, "bytes": size, "step": step}
-            self._file.write(json.dumps(line) + "\n")
+            record = json.dumps(line).encode() + b"\n"
+            with writing(self._path):
+                # A disk that fills up takes the beginning of a line without an error.
+                if self._file.write(record) < len(record):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if step is not None:
                 self._by_step[step] += size
             self.sent_bytes += size

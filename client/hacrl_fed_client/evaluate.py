@@ -11,13 +11,13 @@ import transformers
 from rich.console import Console
 from rich.progress import Progress
 
-from hacrl_fed.config import SiteConfig
+from hacrl_fed.config import SiteConfig, rooted
 from hacrl_fed.errors import UserError
 from hacrl_fed.tasks.base import Prompt
 from hacrl_fed.tasks.registry import load_task
 from hacrl_fed.verifiers.pool import WORKERS, VerifierPool
+from hacrl_fed_client.generation.backends import build_generator
 from hacrl_fed_client.generation.base import Generator
-from hacrl_fed_client.generation.hf import HfGenerator
 from hacrl_fed_client.generation.sampling import derive_seed
 from hacrl_fed_client.policy import Policy
 from hacrl_fed_client.retokenize import Retokenizer
@@ -94,8 +94,8 @@ def run_evaluation(
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     task = load_task(task_id, site_config.tasks, base_dir)
-    policy = Policy.load(model, site_config, seed, with_reference=False)
-    generator = HfGenerator(policy, site_config.generation_rows, check=_no_check)
+    policy = Policy.load(model, rooted(site_config, base_dir), seed, with_reference=False)
+    generator = build_generator(policy, site_config, _no_check)
     retokenizer = Retokenizer(policy.tokenizer, policy.eos_ids)
     chosen = task.held_out[:prompts]
     prompt_ids = {prompt.id: tuple(policy.render_prompt(prompt.text)) for prompt in chosen}

@@ -28,6 +28,8 @@ from hacrl_fed_client.retokenize import AnyTokenizer
 _log = logging.getLogger(__name__)
 
 _HUB_S = 10.0
+# What the code of a template may raise beside jinja2's own.
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 # What transformers raises for a folder that is missing, incomplete, damaged or of an unknown architecture.
 _LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError, SafetensorError)
 
@@ -48,6 +50,14 @@ def load_tokenizer(name: str) -> AnyTokenizer:
         # For a folder without tokenizer files transformers makes up an empty one.
         raise UserError(f"{name} holds no tokenizer: save the model's own beside it")
     return tokenizer
+
+
+def set_chat_template(tokenizer: AnyTokenizer, path: Path) -> None:
+    """Takes the chat template of a file in place of the tokenizer's own. Raises UserError where it cannot be read."""
+    try:
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the chat template {path} cannot be read: {_one_line(error)}") from error
 
 
 def is_quantised(config: PreTrainedConfig) -> bool:
@@ -114,7 +124,7 @@ def render_chat(tokenizer: AnyTokenizer, chat: list[dict[str, str]], add_generat
     """Ids of a conversation by the tokenizer's chat template. Raises UserError where the template refuses it."""
     try:
         return list(tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, return_dict=False))
-    except jinja2.TemplateError as error:
+    except _TEMPLATE_ERRORS as error:
         raise UserError(f"the chat template of {tokenizer.name_or_path} fails: {_one_line(error)}") from error
 
 

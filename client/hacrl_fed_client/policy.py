@@ -2,24 +2,38 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from hacrl_fed.config import Lora, SiteConfig
 from hacrl_fed.errors import HacrlFedError, UserError
-from hacrl_fed_client import logps
+from hacrl_fed_client import logps, recompute
 from hacrl_fed_client.batching import micro_batches
-from hacrl_fed_client.loading import is_quantised, load_model, load_tokenizer, render_chat, take_eos_ids
+from hacrl_fed_client.loading import (
+    is_quantised,
+    load_model,
+    load_tokenizer,
+    render_chat,
+    set_chat_template,
+    take_eos_ids,
+)
 from hacrl_fed_client.logps import PromptAndCompletion
 from hacrl_fed_client.retokenize import AnyTokenizer, tokenizer_digest
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NOT_FINITE = (
     "the model gives log-probs that are not finite: its weights are damaged, or training has diverged; go back to an earlier "
@@ -48,6 +62,7 @@ class Policy:
         eos_ids: tuple[int, ...],
         reference: PreTrainedModel | None,
         autocast: bool,
+        gradient_checkpointing: bool = False,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
@@ -59,35 +74,43 @@ class Policy:
         self._quantised = is_quantised(base.config)
         self._reference = reference
         self._autocast = autocast
+        self._gradient_checkpointing = gradient_checkpointing
         self.context_length: int | None = getattr(base.config.get_text_config(), "max_position_embeddings", None)
 
     @classmethod
-    def load(cls, name: str, config: SiteConfig, seed: int, *, with_reference: bool) -> "Policy":
+    def load(cls, name: str, config: SiteConfig, seed: int, *, with_reference: bool) -> Self:
         """Loads a folder or a hub id, and readies it for training.
 
         ``seed`` is that of LoRA's initial weights. ``with_reference`` keeps what the KL needs: a frozen copy of full
         weights; with LoRA it costs nothing. In bfloat16, full weights stay in float32 and only the arithmetic is
         bfloat16 (small updates would be rounded away); with LoRA the frozen weights are bfloat16 and the adapter
         float32. Quantised weights stay as they are, below the adapter. Raises UserError where the model, its tokenizer, the
-        device or LoRA's target modules do not fit, or where quantised weights would be trained.
+        device, the chat template or LoRA's target modules do not fit, where quantised weights would be trained, or where no
+        layer can be checkpointed and that is asked for.
         """
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = _device(config.device)
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
         tokenizer = load_tokenizer(name)
+        if config.chat_template is not None:
+            set_chat_template(tokenizer, config.chat_template)
         base = load_model(name, dtype if config.lora else torch.float32, device)
         if is_quantised(base.config) and config.lora is None:
             raise UserError(
                 f"the model {name} is quantised, and such weights cannot be trained themselves: set lora (--set lora.r=16) "
                 "to train an adapter on top of them, or name the original model"
             )
+        if config.gradient_checkpointing and not recompute.layers(base):
+            raise UserError(f"the model {name} has no layers to checkpoint: set gradient_checkpointing to false")
         eos_ids = take_eos_ids(name, base, tokenizer)
+        checkpointing = config.gradient_checkpointing
         if config.lora is not None:
             model = _with_lora(name, base, config.lora, seed)
-            return cls(name, model, tokenizer, eos_ids, reference=None, autocast=False)
+            return cls(name, model, tokenizer, eos_ids, None, autocast=False, gradient_checkpointing=checkpointing)
         reference = copy.deepcopy(base).requires_grad_(False) if with_reference else None
-        return cls(name, base, tokenizer, eos_ids, reference, autocast=dtype is not torch.float32)
+        autocast = dtype is not torch.float32
+        return cls(name, base, tokenizer, eos_ids, reference, autocast, gradient_checkpointing=checkpointing)
 
     @property
     def weight_bytes(self) -> int:
@@ -127,7 +150,7 @@ class Policy:
             return logps.token_logps(model, sequences, ways)
 
     def micro_batches(self, sequences: Sequence[PromptAndCompletion], micro_batch_tokens: int) -> list[list[int]]:
-        """Indices of ``sequences`` cut into what ``token_logps`` forwards in at most so many token slots."""
+        """Indices of ``sequences`` cut into what this process forwards in at most so many token slots."""
         shapes = [logps.shape(sequence) for sequence in sequences]
         return micro_batches(shapes, micro_batch_tokens, shares=self._ways.shares_prompts)
 
@@ -154,6 +177,17 @@ class Policy:
         """The parameters that are trained."""
         return [parameter for _, parameter in self._trainable()]
 
+    def finish_gradient(self, found: T) -> list[T]:
+        """Makes the gradient that of all micro-batches, once this process's are done; ``found`` is what they came to.
+
+        Returns what each process that trains this policy has found: here there is one.
+        """
+        return [found]
+
+    def clip_gradient(self, max_norm: float) -> float:
+        """Scales the gradient down to a norm of at most ``max_norm``; returns the norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm))
+
     def trainable_state(self) -> dict[str, Tensor]:
         """What training changes, by name, on the CPU: the adapter, or all weights."""
         return {name: parameter.detach().cpu().clone() for name, parameter in self._trainable()}
@@ -169,6 +203,20 @@ class Policy:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(state[name])
+
+    def merged_weights(self) -> dict[str, Tensor]:
+        """All weights, LoRA merged into them, by the names that they have in a checkpoint. To be copied, not changed.
+
+        Raises UserError for quantised weights, into which nothing can be merged.
+        """
+        if self._quantised:
+            raise UserError(
+                f"the weights of {self.name} are quantised, so vLLM cannot be given LoRA merged into them: set "
+                "generation_backend to hf"
+            )
+        model = self._merged()
+        weights: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
+        return weights
 
     def save_pretrained(self, folder: Path) -> None:
         """Writes a folder that from_pretrained loads: whole weights, LoRA merged into them, tokenizer, model card.
@@ -187,16 +235,18 @@ class Policy:
             )
             # Else peft may ask the hub whether the vocabulary has grown.
             settings["save_embedding_layers"] = False
-        elif isinstance(model, PeftModel):
-            # Merged on a copy, so that the policy can still be used.
-            model = copy.deepcopy(model).merge_and_unload()
+        else:
+            model = self._merged()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             model.save_pretrained(folder, **settings)
             self.tokenizer.save_pretrained(folder)
             (folder / "README.md").write_text(self._model_card(), encoding="utf-8")
         except (OSError, SafetensorError) as error:
-            raise HacrlFedError(f"the model cannot be written to {folder}: {error}") from error
+            raise HacrlFedError(
+                f"the model cannot be written to {folder} ({' '.join(str(error).split())}): make room or let it be written, "
+                "then run the same command again"
+            ) from error
 
     @contextlib.contextmanager
     def forward_context(self, *, training: bool, reference: bool = False) -> Iterator[Any]:
@@ -214,12 +264,28 @@ class Policy:
             elif reference:
                 assert self._reference is not None, "loaded without a reference"
                 model = self._reference
+            if training and self._gradient_checkpointing:
+                stack.enter_context(recompute.recomputed(model))
             yield model
 
     @functools.cached_property
     def _ways(self) -> logps.Ways:
         with torch.no_grad(), self.forward_context(training=False) as model:
-            return logps.find_ways(model, self.name)
+            ways = logps.find_ways(model, self.name)
+        if not (self._gradient_checkpointing and ways.shares_prompts):
+            return ways
+        _log.warning(
+            "%s: gradient_checkpointing keeps no keys and values, so prompts are forwarded anew for each completion",
+            self.name,
+        )
+        # Without gradient too: another way rounds otherwise, and in 16 bits by more than GSPO's clip range.
+        return dataclasses.replace(ways, shares_prompts=False)
+
+    def _merged(self) -> Any:
+        """The model without adapters: LoRA is merged on a copy, so that the policy can still be used."""
+        if isinstance(self._model, PeftModel):
+            return copy.deepcopy(self._model).merge_and_unload()
+        return self._model
 
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad]

@@ -21,7 +21,13 @@ _log = logging.getLogger(__name__)
 
 
 class RolloutMaker:
-    """Makes one agent's rollouts. ``left_out`` counts, by reason, completions that never became one."""
+    """Makes one agent's rollouts.
+
+    Attributes:
+        left_out: counts, by reason, of completions that never became one.
+        sampler_gaps: of the newest step's completions, by how much an engine's mean log-prob a token lies off the training
+            pass's, in nats; none where the engine is the training pass's own.
+    """
 
     def __init__(
         self,
@@ -45,6 +51,7 @@ class RolloutMaker:
         self._verifiers = verifiers
         self._check = check
         self.left_out: Counter[str] = Counter()
+        self.sampler_gaps: list[float] = []
 
     def make(
         self, prompts: Sequence[Prompt], prompt_ids: Mapping[str, tuple[int, ...]], seed: int
@@ -55,6 +62,7 @@ class RolloutMaker:
 
         Raises HacrlFedError where the policy's log-probs are not finite.
         """
+        self.sampler_gaps = []
         generated = self._generator.generate(
             [prompt_ids[prompt.id] for prompt in prompts],
             self._group_size,
@@ -91,6 +99,8 @@ class RolloutMaker:
         for (prompt, index, completion), text, verdict, logp_sum in zip(rows, texts, verdicts, logp_sums, strict=True):
             if not math.isfinite(logp_sum):
                 raise HacrlFedError(NOT_FINITE)
+            if completion.engine_mean_logp is not None:
+                self.sampler_gaps.append(abs(completion.engine_mean_logp - logp_sum / len(completion.token_ids)))
             if verdict.reward is None:
                 self.left_out["unverifiable"] += 1
                 unverifiable = verdict.reason

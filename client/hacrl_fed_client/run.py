@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,12 @@ from rich.console import Console
 
 from hacrl_fed.algorithms.hacpo import CapabilityTracker
 from hacrl_fed.algorithms.methods import METHODS
-from hacrl_fed.config import AlgorithmConfig, RunConfig, SiteConfig, merged_algorithm, parse
-from hacrl_fed.errors import HacrlFedError, UserError
+from hacrl_fed.config import AlgorithmConfig, RunConfig, SiteConfig, merged_algorithm, parse, rooted
+from hacrl_fed.errors import HacrlFedError, RefusedError, UnreachableError, UserError
 from hacrl_fed.protocol import digests, flower, transport
 from hacrl_fed.protocol.roster import Roster
 from hacrl_fed.records import SamplingParameters
-from hacrl_fed.run_folder import keep_json_lines, locked, read_json
+from hacrl_fed.run_folder import keep_json_lines, locked, read_json, write_whole
 from hacrl_fed.tasks.base import Task
 from hacrl_fed.tasks.registry import load_task
 from hacrl_fed.tasks.schedule import step_prompts
@@ -28,8 +28,8 @@ from hacrl_fed_client import checkpoint
 from hacrl_fed_client.admission import Admission, StepExpectation
 from hacrl_fed_client.app import MESSAGE_TYPES, build_client_app
 from hacrl_fed_client.console import SiteConsole
+from hacrl_fed_client.devices.sharded import Plan, Training, training_on_devices
 from hacrl_fed_client.egress import Egress
-from hacrl_fed_client.generation.hf import HfGenerator
 from hacrl_fed_client.inbox import Inbox
 from hacrl_fed_client.loading import load_tokenizer
 from hacrl_fed_client.policy import Policy
@@ -39,7 +39,9 @@ from hacrl_fed_client.retokenize import Retokenizer
 from hacrl_fed_client.session import Joined, Session
 from hacrl_fed_client.site import Exchanging, Site
 from hacrl_fed_client.summary import FILE_NAME, write_summary
-from hacrl_fed_client.update import Updater
+
+_FAREWELL_S = 2.0  # to reach a server that may have ended, when nothing but an answer to it is left to do
+_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +74,33 @@ def run_client(
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+    site_config = rooted(site_config, base_dir)
     # What can be wrong on this side is found out before anything leaves it.
     server_address = transport.parse_address(address)
     load_tokenizer(model)
     shown = SiteConsole(console, agent)
-    with locked(run_dir), shown.running():
-        if (run_dir / FILE_NAME).exists():
+    with (
+        locked(run_dir),
+        shown.running(),
+        _told_apart(),
+        closing(Egress(run_dir, site_config.limits.egress_bytes_per_step)) as egress,
+    ):
+        saved = checkpoint.latest(run_dir / "checkpoints")
+        finished = (run_dir / FILE_NAME).exists() or (
+            saved is not None and _finish_alone(saved, run_dir, agent, model, site_config, egress)
+        )
+        connect_s = site_config.connect_s
+        if finished:
             shown.tell(
-                f"this run is complete already; the model is in {run_dir / 'model'}; a new run needs another --run-dir"
+                f"this run is complete; the model is in {run_dir / 'model'}; a new run needs another --run-dir; the "
+                "server is told, should it still wait for this agent"
             )
-            return
-        with closing(Egress(run_dir, site_config.limits.egress_bytes_per_step)) as egress:
-            saved = checkpoint.latest(run_dir / "checkpoints")
-            if saved and _finish_alone(saved, run_dir, agent, model, site_config, egress):
-                shown.tell(f"this run is complete; the model is in {run_dir / 'model'}")
-                return
-            session = Session(
-                server_address, tls, allow_remote, key, roster, agent, site_config.connect_s, egress, shown.tell
-            )
-            with closing(session):
+            if saved is None:
+                return  # there is nothing left to answer the server with
+            connect_s = min(connect_s, _FAREWELL_S)
+        session = Session(server_address, tls, allow_remote, key, roster, agent, connect_s, egress, shown.tell)
+        try:
+            with closing(session), ExitStack() as devices:
                 run, payload = session.get_run()
                 shown.joined(run.steps)
                 algorithm = merged_algorithm(run, site_config)
@@ -98,7 +108,13 @@ def run_client(
                 genesis = digests.genesis_digest(roster.digest, payload, task.digest)
                 _keep_config(run_dir, agent, model, genesis, run, site_config)
                 shown.doing(0, "loading the model")
-                policy = Policy.load(model, site_config, run.seed, with_reference=algorithm.kl_coef > 0)
+                plan = Plan(model, site_config, run.seed, agent, algorithm)
+                training = devices.enter_context(training_on_devices(plan, session.check))
+                if training.policy.tokenizer.chat_template is None:
+                    shown.tell(
+                        "no chat template: prompts are given as plain text; where the model was trained on chats, set "
+                        "chat_template in site.yaml to a file with its template"
+                    )
                 next_step = saved.step if saved else 0
                 shares = METHODS[algorithm.method].shares
                 joined = session.join(task.digest, next_step if shares else 0)
@@ -109,20 +125,24 @@ def run_client(
                     closing(session),
                 ):
                     site = _build_site(
-                        joining, saved, policy, verifiers, session, key, roster, agent, site_config, run_dir, shown
+                        joining, saved, training, verifiers, session, key, roster, agent, site_config, run_dir, shown
                     )
                     site.check_prompts()
                     session.attend(shown.status)
-                    with _told_apart():
-                        _follow_orders(session, site, roster, agent)
+                    _follow_orders(session, site, roster, agent)
                 site.write_summary()  # again, with the last messages counted
+        except (UnreachableError, RefusedError):
+            # The server has ended, and could only have been told that all is done here.
+            if not finished:
+                raise
+            return
     shown.tell(f"the run is complete; the model is in {run_dir / 'model'}, and hacrl-fed report {run_dir} tells more")
 
 
 def _build_site(
     joining: _Joining,
     saved: checkpoint.Checkpoint | None,
-    policy: Policy,
+    training: Training,
     verifiers: VerifierPool,
     session: Session,
     key: Ed25519PrivateKey,
@@ -133,13 +153,12 @@ def _build_site(
     shown: SiteConsole,
 ) -> Site:
     """The site, as its newest checkpoint left it."""
-    run, algorithm = joining.run, joining.algorithm
-    updater = Updater(policy, agent, algorithm, config.optimizer, config.micro_batch_tokens)
+    run, algorithm, policy = joining.run, joining.algorithm, training.policy
     tracker = CapabilityTracker(algorithm.hacpo.window)
     progress = Progress(genesis=joining.genesis, next_step=0, previous_manifest=joining.genesis)
     if saved:
         policy.load_trainable_state(saved.policy)
-        updater.load_state(saved.optimizer, saved.scheduler)
+        training.updater.load_state(saved.optimizer, saved.scheduler)
         checkpoint.restore_random_state(saved.random_state)
         tracker.load_state_dict(saved.extra["capabilities"])
         progress = Progress(**saved.extra["progress"])
@@ -157,8 +176,8 @@ def _build_site(
         config=config,
         task=joining.task,
         policy=policy,
-        generator=HfGenerator(policy, config.generation_rows, session.check),
-        updater=updater,
+        generator=training.generator,
+        updater=training.updater,
         tracker=tracker,
         verifiers=verifiers,
         session=session,
@@ -229,13 +248,18 @@ def _follow_orders(session: Session, site: Site, roster: Roster, agent: str) -> 
 
 @contextmanager
 def _told_apart() -> Iterator[None]:
-    """Says what to do where the device has too little memory."""
+    """Says what to do where a device, or the machine itself, has too little memory."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        # On CPUs torch has no class for it. torch.OutOfMemoryError is a RuntimeError.
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
+            raise
+        reason = (str(error).splitlines() or ["out of memory"])[0]
         raise HacrlFedError(
-            "the device's memory does not suffice: lower micro_batch_tokens (updates) or generation_rows (generation) in "
-            f"site.yaml, or train with lora; then run the same command to resume ({str(error).splitlines()[0]})"
+            "the memory does not suffice: lower micro_batch_tokens or set gradient_checkpointing (updates), lower "
+            "generation_rows (generation), or train with lora; then run the same command to go on from the last checkpoint "
+            f"({reason})"
         ) from None
 
 
@@ -253,7 +277,7 @@ def _keep_config(run_dir: Path, agent: str, model: str, genesis: str, run: RunCo
         "run": run.model_dump(mode="json"),
         "site": site.model_dump(mode="json"),
     }
-    path.write_text(json.dumps(resolved, indent=2), encoding="utf-8")
+    write_whole(path, json.dumps(resolved, indent=2))
 
 
 def _finish_alone(

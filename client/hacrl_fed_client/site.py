@@ -2,6 +2,7 @@
 
 import json
 import logging
+import statistics
 import sys
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from hacrl_fed.algorithms.methods import METHODS
 from hacrl_fed.config import AlgorithmConfig, RunConfig, SiteConfig
 from hacrl_fed.errors import UserError
 from hacrl_fed.records import Participation
+from hacrl_fed.run_folder import writing
 from hacrl_fed.tasks.base import Prompt, Task
 from hacrl_fed.tasks.schedule import step_prompts
 from hacrl_fed.verifiers.pool import VerifierPool
@@ -95,19 +97,28 @@ class Site:
             self._prompt_limit = min(self._prompt_limit, policy.context_length - run.max_new_tokens)
 
     def check_prompts(self) -> None:
-        """Tells how many prompts are too long for this site. Raises UserError where none is short enough."""
-        lengths = [len(self._policy.render_prompt(prompt.text)) for prompt in self._task.train]
-        too_long = sum(length > self._prompt_limit for length in lengths)
-        if too_long == len(lengths):
+        """Tells how many prompts are too long for this site.
+
+        Raises UserError where none is short enough, or where the site's configuration refuses any that is too long.
+        """
+        lengths = {prompt.id: len(self._policy.render_prompt(prompt.text)) for prompt in self._task.train}
+        too_long = [prompt_id for prompt_id, length in lengths.items() if length > self._prompt_limit]
+        if len(too_long) == len(lengths):
             raise UserError(
                 f"every prompt of task {self._task.id} is longer for this model than the {self._prompt_limit} tokens that "
-                f"max_prompt_tokens and the model's context leave (the shortest has {min(lengths)}): raise "
+                f"max_prompt_tokens and the model's context leave (the shortest has {min(lengths.values())}): raise "
                 "max_prompt_tokens or lower max_new_tokens in run.yaml, or take a model with a longer context"
             )
-        self.progress.totals["prompts_too_long"] = too_long
+        self.progress.totals["prompts_too_long"] = len(too_long)
+        if too_long and self._config.overlong_prompts == "refuse":
+            raise UserError(
+                f"{len(too_long)} of {len(lengths)} training prompts are longer for this model than {self._prompt_limit} "
+                f"tokens (the first, {too_long[0]}, has {lengths[too_long[0]]}): raise max_prompt_tokens in run.yaml, or "
+                "set overlong_prompts to drop in site.yaml to leave them out"
+            )
         if too_long:
             self._console.tell(
-                f"{too_long} of {len(lengths)} training prompts are longer than {self._prompt_limit} tokens and left out"
+                f"{len(too_long)} of {len(lengths)} training prompts are longer than {self._prompt_limit} tokens and left out"
             )
 
     def train_until(self, until_step: int) -> dict[str, float]:
@@ -281,6 +292,8 @@ class Site:
         metrics |= {f"left_out/{source}": 1.0 for source in foreign}
         own = [rollout for rollout in rollouts if rollout.source == self._agent]
         metrics["round_trip_share"] = self._maker.round_trip_share(own)
+        if self._maker.sampler_gaps:
+            metrics["sampler_logp_gap"] = statistics.fmean(self._maker.sampler_gaps)
         live = few_live_share(trained, self._agent, metrics)
         if live is not None:
             self._console.few_live(step, live, self._algorithm)
@@ -298,18 +311,20 @@ class Site:
             self._save()
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:
-        with (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        path = self._run_dir / "metrics.jsonl"
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "agent": self._agent, **metrics}) + "\n")
         self._session.report(step, metrics)
         self._console.stepped(step, metrics)
 
     def _save(self) -> None:
         self._count()
+        optimizer, scheduler = self._updater.state()
         state = checkpoint.Checkpoint(
             step=self.progress.next_step,
             policy=self._policy.trainable_state(),
-            optimizer=self._updater.optimizer.state_dict(),
-            scheduler=self._updater.scheduler.state_dict(),
+            optimizer=optimizer,
+            scheduler=scheduler,
             random_state=checkpoint.capture_random_state(),
             extra={"progress": self.progress.as_json(), "capabilities": self._tracker.state_dict()},
         )
@@ -349,18 +364,20 @@ class Site:
 
 
 def _write_rollouts(path: Path, rollouts: list[AdmittedRollout], advantages: list[float]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for admitted, advantage in zip(rollouts, advantages, strict=True):
-            rollout = admitted.rollout
-            line = {
-                "source": admitted.source,
-                "prompt_id": rollout.prompt_id,
-                "sample_index": rollout.sample_index,
-                "text": rollout.text,
-                "finish_reason": rollout.finish_reason.value,
-                "reward": rollout.reward,
-                "advantage": advantage,
-                "source_mean_logp": rollout.mean_logp,
-            }
-            file.write(json.dumps(line) + "\n")
+    lines = []
+    for admitted, advantage in zip(rollouts, advantages, strict=True):
+        rollout = admitted.rollout
+        line = {
+            "source": admitted.source,
+            "prompt_id": rollout.prompt_id,
+            "sample_index": rollout.sample_index,
+            "text": rollout.text,
+            "finish_reason": rollout.finish_reason.value,
+            "reward": rollout.reward,
+            "advantage": advantage,
+            "source_mean_logp": rollout.mean_logp,
+        }
+        lines.append(json.dumps(line) + "\n")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(lines), encoding="utf-8")

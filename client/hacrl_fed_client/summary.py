@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hacrl_fed.config import RunConfig
+from hacrl_fed.run_folder import write_whole
 from hacrl_fed_client.egress import Egress
 from hacrl_fed_client.progress import Progress
 
@@ -15,7 +16,10 @@ FILE_NAME = "summary.json"
 def write_summary(
     run_dir: Path, agent: str, run: RunConfig, method: str, progress: Progress, egress: Egress, weight_bytes: int
 ) -> None:
-    """Writes ``summary.json``. Refusals are counted by reason, and again by the agent that was refused."""
+    """Writes ``summary.json``. Refusals are counted by reason, and again by the agent that was refused.
+
+    Raises HacrlFedError where it cannot be written.
+    """
     by_reason: Counter[str] = Counter()
     by_agent: dict[str, dict[str, int]] = defaultdict(dict)
     for key, count in progress.refused.items():
@@ -44,4 +48,4 @@ def write_summary(
             }
         },
     }
-    (run_dir / FILE_NAME).write_text(json.dumps(summary, indent=2), encoding="utf-8")
+    write_whole(run_dir / FILE_NAME, json.dumps(summary, indent=2))

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,9 @@ _LOSS_SUM = "loss_sum"
 _KL_SUM = "kl_sum"
 
 
+# Share of live rollouts below which a pass without gradient pays: it costs a third of one with.
+_SCREEN_BELOW = 0.5
+
 _SETTINGS = ("initial_lr", "betas", "weight_decay")
 
 
@@ -68,6 +71,10 @@ class Updater:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda update: min(1.0, (update + 1) / warmup)
         )
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The optimizer's and the scheduler's state, as ``load_state`` takes them."""
+        return self.optimizer.state_dict(), self.scheduler.state_dict()
 
     def load_state(self, optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
         """Takes over what a checkpoint holds; learning rate, betas and weight decay stay as they are configured now."""
@@ -102,13 +109,14 @@ class Updater:
             # m of the paper: updates that were made in this step, skipped ones left out.
             update_index = hacpo.scaled_update_index(tally.made, len(mini_batches), self._algorithm.hacpo)
             source = rollouts[mini_batch[0]].source
-            sums, ratios = self._accumulate_gradient(rollouts, anchors, mini_batch, update_index, check)
+            screen = tally.live_share(source) < _SCREEN_BELOW
+            sums, ratios = self._accumulate_gradient(rollouts, anchors, mini_batch, update_index, screen, check)
             tally.add(source, sums, ratios)
             live = sums[hacpo.SELF_LIVE] + sums[hacpo.CROSS_POSITIVE_LIVE] + sums[hacpo.CROSS_NEGATIVE_LIVE]
             if not live and _KL_SUM not in sums:
                 tally.skipped += 1
                 continue
-            norm = float(torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm))
+            norm = self._policy.clip_gradient(self._max_grad_norm)
             if not math.isfinite(norm):
                 raise HacrlFedError("the gradient is not finite: resume from a checkpoint with a lower optimizer.lr")
             self.optimizer.step()
@@ -132,42 +140,54 @@ class Updater:
                 batches.append([index for group in groups[start : start + prompts] for index in group])
         return batches
 
-    def _anchors(self, rollouts: Sequence[TrainingRollout], check: Callable[[], None]) -> list[Tensor]:
-        """What the method's ratio of each rollout is to: a mean log-prob (), or its tokens' log-probs (T_i,)."""
+    def _has_gradient(self, rollout: TrainingRollout) -> bool:
+        """Whether the rollout may have one: without an advantage, there is only that of the KL."""
+        return rollout.advantage != 0 or (rollout.source == self._learner and self._algorithm.kl_coef > 0)
+
+    def _anchors(self, rollouts: Sequence[TrainingRollout], check: Callable[[], None]) -> dict[int, Tensor]:
+        """What the method's ratio of a rollout is to: a mean log-prob (), or its tokens' log-probs (T_i,).
+
+        By index, of those that may have a gradient.
+        """
+        indices = [index for index, rollout in enumerate(rollouts) if self._has_gradient(rollout)]
         if self._method.anchor is Anchor.SOURCE:
-            return [torch.tensor(rollout.source_mean_logp) for rollout in rollouts]
-        sequences = [(rollout.prompt_ids, rollout.completion_ids) for rollout in rollouts]
+            return {index: torch.tensor(rollouts[index].source_mean_logp) for index in indices}
+        sequences = [(rollouts[index].prompt_ids, rollouts[index].completion_ids) for index in indices]
         logps = self._policy.completion_logps(sequences, self._micro_batch_tokens, check)
         if self._method.anchor is Anchor.STEP_START:
-            return [logps_T.mean() for logps_T in logps]
-        return logps
+            logps = [logps_T.mean() for logps_T in logps]
+        return dict(zip(indices, logps, strict=True))
 
     def _accumulate_gradient(
         self,
         rollouts: Sequence[TrainingRollout],
-        anchors: Sequence[Tensor],
+        anchors: Mapping[int, Tensor],
         mini_batch: list[int],
         update_index: float,
+        screen: bool,
         check: Callable[[], None],
     ) -> tuple[Counter[str], list[float]]:
         """Adds the gradient of the mini-batch's loss, -mean over its sequences; returns sums over them, and their ratios.
 
-        The ratios are sequence ratios to the anchor, whatever the loss clips.
+        The ratios are sequence ratios to the anchor, whatever the loss clips, of the sequences that may have a gradient:
+        only those are forwarded. With ``screen``, a pass without gradient finds those that have one.
         """
         sums: Counter[str] = Counter()
         ratios: list[float] = []
         config = self._algorithm.hacpo
         own = rollouts[mini_batch[0]].source == self._learner
         kl_coef = self._algorithm.kl_coef if own else 0.0
-        whole = [(rollouts[index].prompt_ids, rollouts[index].completion_ids) for index in mini_batch]
+        indices = [index for index in mini_batch if index in anchors]
+        whole = [(rollouts[index].prompt_ids, rollouts[index].completion_ids) for index in indices]
         for places in self._policy.micro_batches(whole, self._micro_batch_tokens):
             check()
-            rows = [rollouts[mini_batch[place]] for place in places]
-            anchor = [anchors[mini_batch[place]] for place in places]
+            rows = [rollouts[indices[place]] for place in places]
+            anchor = [anchors[indices[place]] for place in places]
             sequences = [whole[place] for place in places]
             # The reference before the pass with gradient: it turns dropout off, and an adapter's head is run again backward.
             reference_BT = self._policy.token_logps(sequences, reference=True)[0] if kl_coef > 0 else None
-            logps_BT, mask_BT = self._policy.token_logps(sequences, gradient=True)
+            graph_BT, mask_BT = self._policy.token_logps(sequences, gradient=not screen)
+            logps_BT = graph_BT.detach().requires_grad_()
             anchor_logps = (pad_sequence(anchor, batch_first=True) if anchor[0].ndim else torch.stack(anchor)).to(
                 logps_BT.device
             )
@@ -189,11 +209,22 @@ class Updater:
                 kl = hacpo.k3_kl(logps_BT, reference_BT, mask_BT).mean()
                 loss = loss + kl_coef * kl
                 metrics[_KL_SUM] = kl.item() * len(rows)
-            # Each micro-batch's mean weighs as many sequences as it holds.
-            torch.autograd.backward(loss * (len(rows) / len(mini_batch)))
             metrics[_LOSS_SUM] = loss.item() * len(rows)
             sums.update(metrics)
-        return sums, ratios
+            # Each micro-batch's mean weighs as many sequences as it holds.
+            (slope_BT,) = torch.autograd.grad(loss * (len(rows) / len(mini_batch)), logps_BT)
+            live = slope_BT.any(-1).nonzero()[:, 0].tolist()
+            if live and screen:
+                graph_BT, _ = self._policy.token_logps([sequences[row] for row in live], gradient=True)
+                slope_BT = slope_BT[live, : graph_BT.shape[1]]
+            if live:
+                torch.autograd.backward(graph_BT, slope_BT)
+        parts = self._policy.finish_gradient((sums, ratios))
+        total: Counter[str] = Counter()
+        for part, _ in parts:
+            total.update(part)
+        total[hacpo.SELF_SEQUENCES if own else hacpo.CROSS_SEQUENCES] += len(mini_batch) - len(indices)
+        return total, [ratio for _, ratios in parts for ratio in ratios]
 
 
 class _Tally:
@@ -214,6 +245,13 @@ class _Tally:
         self._sums[source].update(sums)
         self._ratios[source] += ratios
         self._losses.append(sums[_LOSS_SUM] / (sums[hacpo.SELF_SEQUENCES] + sums[hacpo.CROSS_SEQUENCES]))
+
+    def live_share(self, source: str) -> float:
+        """Of a peer's rollouts with an advantage so far, the share that had a gradient; 1 before the first."""
+        sums = self._sums.get(source, Counter())
+        advantaged = sums[hacpo.CROSS_POSITIVE] + sums[hacpo.CROSS_NEGATIVE]
+        live = sums[hacpo.CROSS_POSITIVE_LIVE] + sums[hacpo.CROSS_NEGATIVE_LIVE]
+        return live / advantaged if advantaged else 1.0
 
     def updated(self, source: str, grad_norm: float, lr: float) -> None:
         """Adds an update made, on a mini-batch of a source; the norm is that before clipping."""

@@ -4,15 +4,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hacrl_fed.errors import UserError
 from hacrl_fed.records import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Ids that the policy sampled, the token that ended it included where ``finish_reason`` is stop."""
+    """Ids that the policy sampled, the token that ended it included where ``finish_reason`` is stop.
+
+    ``engine_mean_logp`` is the mean log-prob a token, in nats, by an engine that computes the policy in its own way. It is
+    for comparison only: a rollout carries that of the training pass.
+    """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    engine_mean_logp: float | None = None
 
 
 class Generator(Protocol):
@@ -35,6 +41,16 @@ class Generator(Protocol):
         or changed.
         """
         ...
+
+
+def check_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, limit: int | None, remedy: str = "") -> None:
+    """Raises UserError where a prompt and its completion could have more tokens than ``limit``."""
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    if limit is not None and longest + max_new_tokens > limit:
+        raise UserError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context of {limit}: "
+            f"lower max_new_tokens or max_prompt_tokens{remedy}"
+        )
 
 
 def cut_at_end(token_ids: Sequence[int], eos_ids: frozenset[int]) -> Completion:

@@ -9,8 +9,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from hacrl_fed.errors import UserError
-from hacrl_fed_client.generation.base import Completion, cut_at_end
+from hacrl_fed_client.generation.base import Completion, check_length, cut_at_end
 from hacrl_fed_client.generation.rows import PAD, Batch, Rows, left_padded
 from hacrl_fed_client.generation.sampling import choose, uniforms
 from hacrl_fed_client.policy import Policy
@@ -47,13 +46,7 @@ class HfGenerator:
         logits are not finite.
         """
         assert len(seeds) == len(prompts)
-        longest = max((len(prompt) for prompt in prompts), default=0)
-        context = self._policy.context_length
-        if context is not None and longest + max_new_tokens > context:
-            raise UserError(
-                f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context of {context}: "
-                "lower max_new_tokens or max_prompt_tokens"
-            )
+        check_length(prompts, max_new_tokens, self._policy.context_length)
         return self._groups(prompts, samples, max_new_tokens, None if greedy else seeds)
 
     def _groups(
