@@ -11,8 +11,10 @@ PROTOS := $(wildcard protos/hacrl_fed/v1/*.proto)
 demo: $(VENV)/.ready
 	$(BIN)/hacrl-fed simulate --config configs/demo.yaml
 
+# End-to-end tests come after the others, one by one: each is several processes, with deadlines.
 test: $(VENV)/.ready check
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --ignore tests/e2e --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" tests/e2e
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow -s

@@ -204,7 +204,8 @@ class SiteConfig(StrictModel):
         devices: how many devices of the kind of ``device`` train together; without it all GPUs that there are, or the CPU.
         algorithm: overrides of the run's ``algorithm`` section, key by key.
         tasks: the site's own definitions of task ids, beside the built-in ones.
-        micro_batch_tokens: tokens of a forward and backward pass, padding included; the loss does not depend on it.
+        micro_batch_tokens: tokens of a forward and backward pass, padding included; without it 2048 on a CPU, and 16384
+            elsewhere. The loss does not depend on it.
         generation_rows: completions generated at once; each batch is published while the next is generated.
         generation_backend: "hf" (the site's own loop, with any model) or "vllm" (which is installed apart).
         vllm_memory_share: of the device's memory, what vLLM takes while it generates.
@@ -222,7 +223,7 @@ class SiteConfig(StrictModel):
     lora: Lora | None = None
     algorithm: dict[str, Any] = {}
     tasks: dict[str, TaskDefinition] = {}
-    micro_batch_tokens: int = Field(16384, ge=1)
+    micro_batch_tokens: int | None = Field(None, ge=1)
     generation_rows: int = Field(64, ge=1)
     generation_backend: Literal["hf", "vllm"] = "hf"
     vllm_memory_share: float = Field(0.4, gt=0, le=1)

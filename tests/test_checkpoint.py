@@ -60,7 +60,7 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path: Path, lora: Lora | 
 
     def start() -> tuple[Policy, Updater]:
         policy = Policy.load(folder, site, seed=0, with_reference=False)
-        return policy, Updater(policy, "me", AlgorithmConfig(kl_coef=0), site.optimizer, 1000)
+        return policy, Updater(policy, "me", AlgorithmConfig(kl_coef=0), site.optimizer)
 
     policy, updater = start()
     torch.manual_seed(5)

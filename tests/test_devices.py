@@ -66,7 +66,7 @@ def do_steps(training: Training, steps: Sequence[int]) -> Done:
         seeds = [10 * step + i for i in range(len(prompts))]
         groups = list(training.generator.generate(prompts, SAMPLES, 8, greedy=False, seeds=seeds))
         sequences = [(prompt, each.token_ids) for prompt, group in zip(prompts, groups, strict=True) for each in group]
-        logps = training.policy.score(sequences, TOKENS, nothing)
+        logps = training.policy.score(sequences, nothing)
 
         def rollout(source: str, index: int, ratio: float) -> TrainingRollout:
             prompt, ids = sequences[index]  # noqa: B023

@@ -263,19 +263,21 @@ def test_tokens_are_chosen_by_their_probabilities_and_impossible_ones_never() ->
     shares = torch.tensor([0.0, 0.3, 0.0, 0.05, 0.6, 0.05, 0.0], dtype=torch.float64)
     draws = 20_000
     numbers = uniforms(seed=2**64 - 1, sample=7, count=draws)
-    counts = choose(shares.log().float().expand(draws, -1), numbers).bincount(minlength=7)
+    tokens, logps = choose(shares.log().float().expand(draws, -1), numbers)
+    torch.testing.assert_close(logps, shares[tokens].log().float())
+    counts = tokens.bincount(minlength=7)
     assert counts[shares == 0].sum() == 0
     deviations = (counts - draws * shares) / (draws * shares * (1 - shares)).sqrt()
     assert deviations[shares > 0].abs().max() < 4
     # The ends of [0, 1), and a number on the border of two tokens.
     edges = torch.tensor([0.0, 1 - 2**-53, 0.5], dtype=torch.float64)
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]] * 3)
-    assert choose(logits, edges).tolist() == [1, 3, 3]
+    assert choose(logits, edges)[0].tolist() == [1, 3, 3]
 
 
 @given(st.lists(st.floats(-60, 60, width=32), min_size=1, max_size=40), st.floats(0, 1, exclude_max=True))
 def test_a_token_covers_its_part_of_the_unit_interval(logits: list[float], number: float) -> None:
-    token = int(choose(torch.tensor([logits]), torch.tensor([number], dtype=torch.float64)))
+    token = int(choose(torch.tensor([logits]), torch.tensor([number], dtype=torch.float64))[0])
     shares = np.exp(np.array(logits) - max(logits))
     borders = np.concatenate([[0.0], np.cumsum(shares / shares.sum())])
     assert borders[token] - 1e-6 <= number <= borders[token + 1] + 1e-6
@@ -373,6 +375,16 @@ def test_dropout_is_off(tmp_path: Path) -> None:
         assert all(generate(policy, PROMPTS, 1, 12, greedy=True, seed=seed) == first for seed in range(1, 4)), name
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("greedy", [False, True])
+def test_completions_carry_the_log_probs_that_they_were_sampled_with(tmp_path: Path, kind: str, greedy: bool) -> None:
+    policy = load(save_kind(tmp_path, kind))
+    for prompt, group in zip(PROMPTS, generate(policy, PROMPTS, 2, 8, greedy=greedy), strict=True):
+        for each in group:
+            logps_1T, _ = policy.token_logps([(prompt, each.token_ids)])
+            assert each.mean_logp == pytest.approx(logps_1T.mean().item(), abs=1e-4)
+
+
 def test_a_context_too_short_is_told_at_once(tmp_path: Path) -> None:
     policy = load(save_tiny(tmp_path))
     with pytest.raises(UserError, match="context of 256: lower max_new_tokens"):
@@ -381,7 +393,8 @@ def test_a_context_too_short_is_told_at_once(tmp_path: Path) -> None:
 
 @given(ids=st.lists(st.integers(0, 9), min_size=1), eos=st.frozensets(st.integers(0, 9)))
 def test_a_completion_is_cut_at_its_first_ending_id(ids: list[int], eos: frozenset[int]) -> None:
-    completion = cut_at_end(ids, eos)
+    completion = cut_at_end(ids, [-float(index) for index in range(len(ids))], eos)
+    assert completion.mean_logp == pytest.approx(-(len(completion.token_ids) - 1) / 2)
     kept = list(completion.token_ids)
     assert kept == ids[: len(kept)]
     assert not eos.intersection(kept[:-1])

@@ -126,7 +126,7 @@ def test_a_source_that_the_learner_would_never_imitate_is_left_out(tmp_path: Pat
     policy = Policy.load(save_tiny(tmp_path), SiteConfig(), seed=0, with_reference=False)
     rows = [row for row in admitted() if row.completion_ids]
     # Of c, what the learner itself would say of them; of b, e^7 times as likely at the source.
-    sums = policy.score([(PROMPT_IDS[row.rollout.prompt_id], row.completion_ids) for row in rows], 1000, lambda: None)
+    sums = policy.score([(PROMPT_IDS[row.rollout.prompt_id], row.completion_ids) for row in rows], lambda: None)
     placed = []
     for row, logp_sum in zip(rows, sums, strict=True):
         mean = logp_sum / len(row.completion_ids)
@@ -134,11 +134,11 @@ def test_a_source_that_the_learner_would_never_imitate_is_left_out(tmp_path: Pat
             told = replace(row.rollout, token_count=1, logp_sum=min(0.0, mean + offset))
             placed.append(replace(row, source=source, rollout=told))
     arguments = PROMPT_IDS, policy, "a"
-    kept, medians = without_foreign_sources(placed, *arguments, HacpoConfig(source_floor=0.1), 1000, lambda: None)
+    kept, medians = without_foreign_sources(placed, *arguments, HacpoConfig(source_floor=0.1), lambda: None)
     assert medians.keys() == {"b", "c"}
     assert medians["b"] < 0.01 and medians["c"] == pytest.approx(1, abs=1e-4)
     assert kept == [row for row in placed if row.source != "b"]
-    assert without_foreign_sources(placed, *arguments, HacpoConfig(), 1000, lambda: None) == (placed, {})
+    assert without_foreign_sources(placed, *arguments, HacpoConfig(), lambda: None) == (placed, {})
 
 
 def test_sapo_learns_from_the_groups_that_it_draws() -> None:

@@ -25,7 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hacrl_fed.config import Lora
+from hacrl_fed.config import Lora, SiteConfig
 from hacrl_fed_client import batching, head, logps, recompute
 from hacrl_fed_client.logps import Ways
 from hacrl_fed_client.policy import Policy
@@ -99,7 +99,8 @@ def policy_of(config: PreTrainedConfig, lora: Lora | None = None, *, checkpointi
             targets = list(lora.target_modules)
             settings = {"r": lora.r, "lora_dropout": lora.dropout, "target_modules": targets}
             model = get_peft_model(model, LoraConfig(**settings, task_type="CAUSAL_LM")).eval()
-    policy = Policy("tiny", model, tiny_tokenizer(), (2,), None, autocast=False, gradient_checkpointing=checkpointing)
+    config = SiteConfig(gradient_checkpointing=checkpointing)
+    policy = Policy("tiny", model, tiny_tokenizer(), (2,), None, autocast=False, config=config)
     if lora is not None:
         perturb(policy)
     return policy

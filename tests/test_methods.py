@@ -180,6 +180,8 @@ def test_sapo_takes_what_there_is():
 
 def test_which_log_probs_each_methods_ratio_is_to():
     assert {name: method.anchor for name, method in METHODS.items() if method.anchor is not Anchor.SOURCE} == {
+        "gspo": Anchor.STEP_START,
+        "gspo_x2": Anchor.STEP_START,
         "grpo": Anchor.STEP_START_TOKENS,
         "naive_own": Anchor.STEP_START,
         "sapo": Anchor.STEP_START_TOKENS,

@@ -64,9 +64,11 @@ def test_the_token_id_under_the_padding_does_not_matter(tmp_path: Path) -> None:
 def test_score_sums_log_probs_whatever_the_micro_batches(tmp_path: Path) -> None:
     policy = load(save_tiny(tmp_path))
     calls: list[None] = []
-    whole = policy.score(SEQUENCES, 10_000, lambda: calls.append(None))
+    policy.micro_batch_tokens = 10_000
+    whole = policy.score(SEQUENCES, lambda: calls.append(None))
     assert len(calls) == 1
-    cut = policy.score(SEQUENCES, 1, lambda: calls.append(None))
+    policy.micro_batch_tokens = 1
+    cut = policy.score(SEQUENCES, lambda: calls.append(None))
     assert len(calls) == 1 + len(SEQUENCES)
     assert cut == pytest.approx(whole, abs=1e-5)
     logps, _ = policy.token_logps(SEQUENCES)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hacrl_fed.algorithms.hacpo import CapabilityTracker
+from hacrl_fed.algorithms.methods import METHODS
 from hacrl_fed.config import AlgorithmConfig, Lora, Optimizer, RunConfig, SiteConfig
 from hacrl_fed.protocol import convert
 from hacrl_fed.tasks.base import Prompt
@@ -38,16 +39,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def trained(folder: str, **settings: object) -> tuple[list[bytes], Texts, dict[str, torch.Tensor]]:
     """A few steps of an agent on its own: what it would have sent, the same without log-probs, and its weights."""
     site = SiteConfig.model_validate({"threads": 1, "optimizer": Optimizer(lr=3e-3, warmup_steps=1)} | settings)
-    run = RunConfig(task="digits", steps=STEPS, max_new_tokens=5)
+    run = RunConfig(task="digits", steps=STEPS, group_size=6, max_new_tokens=5)
     algorithm = AlgorithmConfig(method="gspo", prompts_per_mini_batch=2)
     policy = Policy.load(folder, site, run.seed, with_reference=True)
     generator = HfGenerator(policy, site.generation_rows, lambda: None)
-    updater = Updater(policy, "me", algorithm, site.optimizer, site.micro_batch_tokens)
+    updater = Updater(policy, "me", algorithm, site.optimizer)
     tracker = CapabilityTracker(algorithm.hacpo.window)
     prompt_ids = {prompt.id: tuple(policy.render_prompt(prompt.text)) for prompt in PROMPTS}
     bodies, texts = [], []
     with VerifierPool(ExactVerifier("last_number"), 1.0, 1) as verifiers:
-        maker = RolloutMaker("me", run, site, 6, policy, generator, verifiers, check=lambda: None)
+        maker = RolloutMaker("me", run, site, METHODS["gspo"], policy, generator, verifiers, check=lambda: None)
         for step in range(STEPS):
             seed = derive_seed(run.seed, "me", str(step))
             rollouts = [each for groups in maker.make(PROMPTS, prompt_ids, seed) for group in groups for each in group]

@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from hacrl_fed.algorithms.methods import METHODS
 from hacrl_fed.config import RunConfig, SiteConfig
 from hacrl_fed.errors import HacrlFedError
 from hacrl_fed.protocol import convert
@@ -38,13 +39,15 @@ class _Undecided:
         return Verdict(1.0, "even")
 
 
-def maker(tmp_path: Path, **limits: int) -> tuple[RolloutMaker, Policy, dict[str, tuple[int, ...]]]:
+def maker(
+    tmp_path: Path, method: str = "hacpo", **limits: int
+) -> tuple[RolloutMaker, Policy, dict[str, tuple[int, ...]]]:
     config = SiteConfig(threads=1, generation_rows=8)
     policy = Policy.load(save_tiny(tmp_path), config, 0, with_reference=False)
-    run = RunConfig.model_validate({"task": "t", "steps": 1, "max_new_tokens": 12, "limits": limits})
+    run = RunConfig.model_validate({"task": "t", "steps": 1, "group_size": 4, "max_new_tokens": 12, "limits": limits})
     verifiers = VerifierPool(_Undecided(), 1.0, 1)
     made = RolloutMaker(
-        "me", run, config, 4, policy, HfGenerator(policy, 8, lambda: None), verifiers, check=lambda: None
+        "me", run, config, METHODS[method], policy, HfGenerator(policy, 8, lambda: None), verifiers, check=lambda: None
     )
     return made, policy, {prompt.id: tuple(policy.render_prompt(prompt.text)) for prompt in PROMPTS}
 
@@ -62,6 +65,22 @@ def test_rollouts_carry_the_training_pass_s_log_probs_and_what_cannot_be_verifie
         finished = admitted.completion_ids[-1] in policy.eos_ids
         assert finished == (admitted.rollout.finish_reason is FinishReason.STOP)
         assert admitted.rollout.token_count == len(admitted.completion_ids)
+
+
+def test_rollouts_that_are_not_shared_are_not_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, *_ = maker(tmp_path)
+    alone, _, prompt_ids = maker(tmp_path, "gspo")
+    logp_sums, counts = [], []
+    for made in (shared, alone):
+        if made is alone:
+            monkeypatch.delattr(Policy, "score")
+        rollouts = [
+            each.rollout for batch in made.make(PROMPTS, prompt_ids, seed=1) for group in batch for each in group
+        ]
+        logp_sums.append([each.logp_sum for each in rollouts])
+        counts.append(len(made.sampler_gaps))
+    assert logp_sums[1] == pytest.approx(logp_sums[0], abs=1e-4) != [0.0] * len(logp_sums[0])
+    assert counts == [12, 0] and max(shared.sampler_gaps) < 1e-5
 
 
 def test_a_prompt_s_rollouts_do_not_depend_on_the_prompts_beside_it(tmp_path: Path) -> None:

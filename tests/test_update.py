@@ -71,7 +71,8 @@ def rollouts(
 def updater(
     policy: Policy, settings: AlgorithmConfig, *, tokens: int = 10_000, optimizer: Optimizer = OPTIMIZER
 ) -> Updater:
-    made = Updater(policy, "me", settings, optimizer, tokens)
+    policy.micro_batch_tokens = tokens
+    made = Updater(policy, "me", settings, optimizer)
     for group in made.optimizer.param_groups:
         group["eps"] = EPS
     return made
@@ -174,18 +175,18 @@ def slow_ratio_step(folder: str, batches: list[list[TrainingRollout]], token_lev
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("method", ["grpo", "sapo", "naive_own"])
+@pytest.mark.parametrize("method", ["gspo", "grpo", "sapo", "naive_own"])
 def test_a_step_whose_ratios_are_to_the_learner_at_its_start(tmp_path: Path, method: str) -> None:
     folder = save_tiny(tmp_path)
     policy = load(folder)
     own = rollouts(policy, "me")
     # Whatever the source says of its own log-probs does not enter.
-    cross = rollouts(policy, "a", ratio=0.1, seed=1) if method != "grpo" else []
+    cross = rollouts(policy, "a", ratio=0.1, seed=1) if method not in ("gspo", "grpo") else []
     for budget in (10_000, 30):
         policy = load(folder)
         metrics = updater(policy, algorithm(method=method), tokens=budget).step([*cross, *own], nothing)
         batches = [batch for batch in (own[:4], own[4:], cross[:4], cross[4:]) if batch]
-        expected = slow_ratio_step(folder, batches, token_level=method != "naive_own")
+        expected = slow_ratio_step(folder, batches, token_level=method not in ("gspo", "naive_own"))
         state = policy.trainable_state()
         for name in expected:
             torch.testing.assert_close(state[name], expected[name], atol=2e-6, rtol=0)
@@ -289,7 +290,7 @@ def test_rollouts_without_advantage_are_not_forwarded(
     forwarded = Forwarded(policy, monkeypatch)
     metrics = updater(policy, algorithm(method=method)).step(mixed, nothing)
     assert sum(count for gradient, count in forwarded.calls if gradient) == 6
-    assert sum(count for gradient, count in forwarded.calls if not gradient) == (6 if method == "naive_own" else 0)
+    assert sum(count for gradient, count in forwarded.calls if not gradient) == (4 if method == "naive_own" else 0)
     # They count in the mean all the same.
     assert_weights(policy, naive_step(str(tmp_path), [mixed[:4], mixed[4:]], kl_coef=0.0))
     # Two of the second mini-batch are clipped, of eight in all.
@@ -314,6 +315,20 @@ def test_of_a_source_with_few_live_rollouts_only_those_are_forwarded_with_gradie
     assert (with_gradient, screened) == (4 + 2, 4)
     assert_weights(policy, naive_step(str(tmp_path), [far[:4], far[4:]], kl_coef=0.0))
     assert metrics["cross/c/live_share_positive"] == 1 / 4 and metrics["cross/c/live_share_negative"] == 2 / 4
+
+
+@pytest.mark.parametrize(("prompts", "scored"), [(1, 6), (2, 4), (4, 0)])
+@pytest.mark.parametrize("method", ["gspo", "grpo"])
+def test_the_first_mini_batch_is_not_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, prompts: int, scored: int
+) -> None:
+    policy = load(save_tiny(tmp_path))
+    own = rollouts(policy, "me", ratio=0.1)
+    forwarded = Forwarded(policy, monkeypatch)
+    metrics = updater(policy, algorithm(method=method, prompts_per_mini_batch=prompts)).step(own, nothing)
+    assert sum(count for gradient, count in forwarded.calls if not gradient) == scored
+    assert sum(count for gradient, count in forwarded.calls if gradient) == len(own) == 8
+    assert metrics["self/ratio_p50"] == pytest.approx(1, abs=0.2)  # not the source's own ratio
 
 
 def test_an_own_mini_batch_without_gradient_is_skipped_but_for_the_kl(tmp_path: Path) -> None:
@@ -362,7 +377,7 @@ def test_metrics_of_the_first_own_mini_batch(tmp_path: Path) -> None:
     assert metrics["loss"] == pytest.approx(-0.15, abs=1e-5)  # -mean of advantages 1 and -.7 at ratio 1
     assert metrics["grad_norm"] == metrics["grad_norm/self"] > 0 and metrics["lr"] == 1e-2
     # The policy has moved: the same rollouts are now clipped, in part.
-    assert updater(policy, algorithm(method="gspo")).step(own, nothing)["self/clip_share"] > 0
+    assert updater(policy, algorithm()).step(own, nothing)["self/clip_share"] > 0
     assert updater(policy, algorithm()).step([], nothing)["updates_made"] == 0
 
 
@@ -411,7 +426,7 @@ def test_rows_scored_beside_others_start_an_update_unclipped_in_16_bits(tmp_path
 
     prompts = [ids(20 + 10 * number) for number in range(8)]
     sequences = [(prompt, ids(4 + 7 * sample)) for prompt in prompts for sample in range(8)]
-    sums = policy.score(sequences, 16384, nothing)
+    sums = policy.score(sequences, nothing)
     scored = [
         TrainingRollout("me", str(len(prompt)), prompt, completion, total / len(completion), 1.0 - 2 * (index % 2))
         for index, ((prompt, completion), total) in enumerate(zip(sequences, sums, strict=True))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig, Qwen3Config
 
+from hacrl_fed.algorithms.methods import METHODS
 from hacrl_fed.config import RunConfig, SiteConfig
 from hacrl_fed.errors import HacrlFedError, UserError
 from hacrl_fed.records import FinishReason
@@ -91,11 +92,10 @@ def ids_of(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
 def largest_gap(policy: Policy, groups: list[list[Completion]]) -> float:
     """Of the engine's mean log-prob to that of the training pass."""
     rows = [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=True) for completion in group]
-    sums = policy.score([(prompt, each.token_ids) for prompt, each in rows], 4096, no_check)
+    sums = policy.score([(prompt, each.token_ids) for prompt, each in rows], no_check)
     gaps = []
     for (_, each), logp_sum in zip(rows, sums, strict=True):
-        assert each.engine_mean_logp is not None
-        gaps.append(abs(each.engine_mean_logp - logp_sum / len(each.token_ids)))
+        gaps.append(abs(each.mean_logp - logp_sum / len(each.token_ids)))
     return max(gaps)
 
 
@@ -229,14 +229,14 @@ def test_the_weights_handed_over_are_the_policy_with_lora_merged(tmp_path: Path,
     policy = load(save(tmp_path, kind), lora={"r": 4, "alpha": 8})
     move(policy, 0.1)
     sequences = [(prompt, [40, 50, 60]) for prompt in PROMPTS]
-    logps = policy.score(sequences, 4096, no_check)
+    logps = policy.score(sequences, no_check)
     plain = load(policy.name)
-    assert plain.score(sequences, 4096, no_check) != pytest.approx(logps, abs=1e-2)
+    assert plain.score(sequences, no_check) != pytest.approx(logps, abs=1e-2)
     weights = policy.merged_weights()
     plain.load_trainable_state({name: weights[name] for name in plain.trainable_state()})
-    assert plain.score(sequences, 4096, no_check) == pytest.approx(logps, abs=1e-4)
+    assert plain.score(sequences, no_check) == pytest.approx(logps, abs=1e-4)
     # The policy itself still has its adapter.
-    assert policy.score(sequences, 4096, no_check) == logps
+    assert policy.score(sequences, no_check) == logps
 
 
 class _Elsewhere:
@@ -257,22 +257,22 @@ class _Elsewhere:
         own = HfGenerator(self._policy, 8, no_check)
         groups = own.generate(prompts, samples, max_new_tokens, greedy=greedy, seeds=seeds)
         for prompt, group in zip(prompts, groups, strict=True):
-            sums = self._policy.score([(prompt, each.token_ids) for each in group], 4096, no_check)
+            sums = self._policy.score([(prompt, each.token_ids) for each in group], no_check)
             yield [
-                replace(each, engine_mean_logp=logp_sum / len(each.token_ids) - 0.25)
+                replace(each, mean_logp=logp_sum / len(each.token_ids) - 0.25)
                 for each, logp_sum in zip(group, sums, strict=True)
             ]
 
 
 def test_an_engine_s_log_probs_are_compared_and_never_taken(tmp_path: Path) -> None:
     policy = load(save(tmp_path, "llama"))
-    run = RunConfig.model_validate({"task": "t", "steps": 1, "max_new_tokens": 6})
+    run = RunConfig.model_validate({"task": "t", "steps": 1, "group_size": 4, "max_new_tokens": 6})
     prompts = [Prompt("the 12", "x"), Prompt("and", "y")]
     prompt_ids = {prompt.id: tuple(policy.render_prompt(prompt.text)) for prompt in prompts}
 
     def rolled_out(generator: Generator) -> tuple[list[float], list[float]]:
         verifiers = VerifierPool(ExactVerifier("whole"), 1.0, 1)
-        maker = RolloutMaker("me", run, SiteConfig(), 4, policy, generator, verifiers, no_check)
+        maker = RolloutMaker("me", run, SiteConfig(), METHODS["hacpo"], policy, generator, verifiers, no_check)
         # The second step's replace the first's.
         for seed in (0, 1):
             groups = [group for batch in maker.make(prompts, prompt_ids, seed) for group in batch]
@@ -280,6 +280,6 @@ def test_an_engine_s_log_probs_are_compared_and_never_taken(tmp_path: Path) -> N
 
     own_logps, own_gaps = rolled_out(HfGenerator(policy, 8, no_check))
     logps, gaps = rolled_out(_Elsewhere(policy))
-    assert own_gaps == []
+    assert own_gaps == pytest.approx([0] * 8, abs=1e-5)
     assert gaps == pytest.approx([0.25] * 8, abs=1e-5)
     assert logps == own_logps

@@ -79,10 +79,11 @@ class SiteStep:
         self.policy = Policy.load(folder, config, seed=0, with_reference=False)
         self.generator = HfGenerator(self.policy, config.generation_rows, no_check)
         algorithm = self.run.algorithm
-        self.updater = Updater(self.policy, agent, algorithm, config.optimizer, config.micro_batch_tokens)
-        samples = SAMPLES * METHODS[method].group_multiplier
+        self.updater = Updater(self.policy, agent, algorithm, config.optimizer)
         pool = VerifierPool(Trivial(), timeout_s=1.0, workers=1)
-        self._maker = RolloutMaker(agent, self.run, config, samples, self.policy, self.generator, pool, check=no_check)
+        self._maker = RolloutMaker(
+            agent, self.run, config, METHODS[method], self.policy, self.generator, pool, check=no_check
+        )
         self._tracker = CapabilityTracker(algorithm.hacpo.window)
         self._prompt_ids: dict[str, tuple[int, ...]] = {}
 

@@ -84,9 +84,9 @@ class _Agent:
         self._unit = unit
         self._algorithm = algorithm
         self._verifiers = verifiers
-        group_size = plan.group_size * METHODS[algorithm.method].group_multiplier
+        method = METHODS[algorithm.method]
         # Generates the rows of a step at once, and of an evaluation too.
-        rows = max(plan.prompts_per_step * group_size, plan.final_prompts)
+        rows = max(plan.prompts_per_step * plan.group_size * method.group_multiplier, plan.final_prompts)
         optimizer = unit.optimizer
         config = SiteConfig(device="cpu", threads=1, optimizer=optimizer, generation_rows=rows)
         run = RunConfig(
@@ -102,11 +102,10 @@ class _Agent:
         self._policy = Policy.load(str(model), config, unit.seed, with_reference=algorithm.kl_coef > 0)
         self._generator = HfGenerator(self._policy, rows, _no_check)
         self._maker = RolloutMaker(
-            seat.name, run, config, group_size, self._policy, self._generator, verifiers, check=_no_check
+            seat.name, run, config, method, self._policy, self._generator, verifiers, check=_no_check
         )
-        self._updater = Updater(self._policy, seat.name, algorithm, optimizer, config.micro_batch_tokens)
+        self._updater = Updater(self._policy, seat.name, algorithm, optimizer)
         self._tracker = CapabilityTracker(algorithm.hacpo.window)
-        self._micro_batch_tokens = config.micro_batch_tokens
         self._held_out = task.held_out[plan.first_prompt : plan.first_prompt + plan.final_prompts]
         self._prompt_ids: dict[str, tuple[int, ...]] = {}
         self._curve: list[dict[str, float]] = []
@@ -136,7 +135,6 @@ class _Agent:
             self._policy,
             self.seat.name,
             self._algorithm.hacpo,
-            self._micro_batch_tokens,
             _no_check,
         )
         _, trained, _ = training_rollouts(
@@ -207,7 +205,7 @@ class _Agent:
 
     def _measure_ratios(self, cross: Sequence[AdmittedRollout]) -> None:
         sequences = [(self._prompt_ids[row.rollout.prompt_id], row.completion_ids) for row in cross]
-        logp_sums = self._policy.score(sequences, self._micro_batch_tokens, _no_check)
+        logp_sums = self._policy.score(sequences, _no_check)
         bound = self._algorithm.hacpo.max_abs_log_ratio
         for admitted, logp_sum in zip(cross, logp_sums, strict=True):
             log_ratio = logp_sum / len(admitted.completion_ids) - admitted.rollout.mean_logp

@@ -82,7 +82,6 @@ def without_foreign_sources(
     policy: Policy,
     learner: str,
     config: HacpoConfig,
-    micro_batch_tokens: int,
     check: Callable[[], None],
 ) -> tuple[list[AdmittedRollout], dict[str, float]]:
     """The rollouts that are left under ``source_floor``, in their order, and each peer's median ratio.
@@ -98,7 +97,7 @@ def without_foreign_sources(
     if not config.source_floor or not cross:
         return list(rollouts), {}
     sequences = [(prompt_ids[admitted.rollout.prompt_id], admitted.completion_ids) for admitted in cross]
-    logps = policy.completion_logps(sequences, micro_batch_tokens, check)
+    logps = policy.completion_logps(sequences, check)
     means = torch.stack([logps_T.mean() for logps_T in logps])
     source_means = torch.tensor([admitted.rollout.mean_logp for admitted in cross])
     medians = median_ratios(clamped_exp(means - source_means, config), [admitted.source for admitted in cross])

@@ -35,6 +35,10 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# A core is as fast with few tokens at once, and holds less.
+_CPU_MICRO_BATCH_TOKENS = 2048
+_MICRO_BATCH_TOKENS = 16384
+
 NOT_FINITE = (
     "the model gives log-probs that are not finite: its weights are damaged, or training has diverged; go back to an earlier "
     "checkpoint or model with a lower optimizer.lr"
@@ -52,6 +56,7 @@ class Policy:
         eos_ids: ids that end a completion, the end of turn first; none where the model names none.
         tokenizer_digest: equal for policies that read each other's ids alike.
         context_length: tokens of prompt and completion together, or None where the model has no limit.
+        micro_batch_tokens: tokens that are forwarded at once, as the site's settings have it for the policy's device.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class Policy:
         eos_ids: tuple[int, ...],
         reference: PreTrainedModel | None,
         autocast: bool,
-        gradient_checkpointing: bool = False,
+        config: SiteConfig,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
@@ -74,7 +79,9 @@ class Policy:
         self._quantised = is_quantised(base.config)
         self._reference = reference
         self._autocast = autocast
-        self._gradient_checkpointing = gradient_checkpointing
+        self._gradient_checkpointing = config.gradient_checkpointing
+        by_device = _CPU_MICRO_BATCH_TOKENS if self.device.type == "cpu" else _MICRO_BATCH_TOKENS
+        self.micro_batch_tokens = config.micro_batch_tokens or by_device
         self.context_length: int | None = getattr(base.config.get_text_config(), "max_position_embeddings", None)
 
     @classmethod
@@ -104,13 +111,12 @@ class Policy:
         if config.gradient_checkpointing and not recompute.layers(base):
             raise UserError(f"the model {name} has no layers to checkpoint: set gradient_checkpointing to false")
         eos_ids = take_eos_ids(name, base, tokenizer)
-        checkpointing = config.gradient_checkpointing
         if config.lora is not None:
             model = _with_lora(name, base, config.lora, seed)
-            return cls(name, model, tokenizer, eos_ids, None, autocast=False, gradient_checkpointing=checkpointing)
+            return cls(name, model, tokenizer, eos_ids, None, autocast=False, config=config)
         reference = copy.deepcopy(base).requires_grad_(False) if with_reference else None
         autocast = dtype is not torch.float32
-        return cls(name, base, tokenizer, eos_ids, reference, autocast, gradient_checkpointing=checkpointing)
+        return cls(name, base, tokenizer, eos_ids, reference, autocast, config)
 
     @property
     def weight_bytes(self) -> int:
@@ -149,24 +155,23 @@ class Policy:
         ):
             return logps.token_logps(model, sequences, ways)
 
-    def micro_batches(self, sequences: Sequence[PromptAndCompletion], micro_batch_tokens: int) -> list[list[int]]:
-        """Indices of ``sequences`` cut into what this process forwards in at most so many token slots."""
-        shapes = [logps.shape(sequence) for sequence in sequences]
-        return micro_batches(shapes, micro_batch_tokens, shares=self._ways.shares_prompts)
+    def micro_batches(self, sequences: Sequence[PromptAndCompletion]) -> list[list[int]]:
+        """Indices of ``sequences`` cut into what this process forwards in at most ``micro_batch_tokens`` token slots."""
+        return self._cut(sequences, self.micro_batch_tokens)
 
-    def score(
-        self, sequences: Sequence[PromptAndCompletion], micro_batch_tokens: int, check: Callable[[], None]
-    ) -> list[float]:
+    def _cut(self, sequences: Sequence[PromptAndCompletion], budget: int) -> list[list[int]]:
+        shapes = [logps.shape(sequence) for sequence in sequences]
+        return micro_batches(shapes, budget, shares=self._ways.shares_prompts)
+
+    def score(self, sequences: Sequence[PromptAndCompletion], check: Callable[[], None]) -> list[float]:
         """Summed log-prob of each completion, in nats, without gradient. ``check`` is called between micro-batches."""
-        found = self.completion_logps(sequences, micro_batch_tokens, check)
+        found = self.completion_logps(sequences, check)
         return [float(logps_T.double().sum()) for logps_T in found]
 
-    def completion_logps(
-        self, sequences: Sequence[PromptAndCompletion], micro_batch_tokens: int, check: Callable[[], None]
-    ) -> list[Tensor]:
+    def completion_logps(self, sequences: Sequence[PromptAndCompletion], check: Callable[[], None]) -> list[Tensor]:
         """Log-probs (T_i,) float32 of each completion's tokens, in nats, on the CPU. As ``score``."""
         found = [torch.empty(0)] * len(sequences)
-        for batch in self.micro_batches(sequences, micro_batch_tokens):
+        for batch in self.micro_batches(sequences):
             check()
             logps_BT, _ = self.token_logps([sequences[i] for i in batch])
             for index, logps_T in zip(batch, logps_BT.cpu(), strict=True):

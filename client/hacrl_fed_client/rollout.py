@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from hacrl_fed.algorithms.methods import Method
 from hacrl_fed.config import RunConfig, SiteConfig
 from hacrl_fed.errors import HacrlFedError
 from hacrl_fed.protocol import convert
@@ -21,12 +22,14 @@ _log = logging.getLogger(__name__)
 
 
 class RolloutMaker:
-    """Makes one agent's rollouts.
+    """Makes one agent's rollouts. Where they are shared, they are scored by the training pass.
+
+    Alone they are not: nobody is told their log-probs, which are then the generation's, and no ratio is taken to them.
 
     Attributes:
         left_out: counts, by reason, of completions that never became one.
-        sampler_gaps: of the newest step's completions, by how much an engine's mean log-prob a token lies off the training
-            pass's, in nats; none where the engine is the training pass's own.
+        sampler_gaps: of the newest step's completions, by how much the generation's mean log-prob a token lies off the
+            training pass's, in nats; none where there was no such pass.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class RolloutMaker:
         agent: str,
         run: RunConfig,
         config: SiteConfig,
-        group_size: int,
+        method: Method,
         policy: Policy,
         generator: Generator,
         verifiers: VerifierPool,
@@ -44,7 +47,8 @@ class RolloutMaker:
         self._agent = agent
         self._run = run
         self._config = config
-        self._group_size = group_size
+        self._group_size = run.group_size * method.group_multiplier
+        self._shares = method.shares
         self._policy = policy
         self.retokenizer = Retokenizer(policy.tokenizer, policy.eos_ids)
         self._generator = generator
@@ -89,18 +93,20 @@ class RolloutMaker:
         rows = [(prompt, index, completion) for prompt, group in batch for index, completion in enumerate(group)]
         texts = self.retokenizer.decode([completion.token_ids for _, _, completion in rows])
         verdicts = self._verifiers.verify_all([(row[0], text) for row, text in zip(rows, texts, strict=True)])
-        logp_sums = self._policy.score(
-            [(prompt_ids[prompt.id], completion.token_ids) for prompt, _, completion in rows],
-            self._config.micro_batch_tokens,
-            self._check,
-        )
+        means = [completion.mean_logp for _, _, completion in rows]
+        logp_sums = [mean * len(completion.token_ids) for mean, (_, _, completion) in zip(means, rows, strict=True)]
+        if self._shares:
+            sequences = [(prompt_ids[prompt.id], completion.token_ids) for prompt, _, completion in rows]
+            logp_sums = self._policy.score(sequences, self._check)
+            self.sampler_gaps += [
+                abs(mean - logp_sum / len(completion.token_ids))
+                for mean, logp_sum, (_, _, completion) in zip(means, logp_sums, rows, strict=True)
+            ]
         groups: dict[str, list[AdmittedRollout]] = {prompt.id: [] for prompt, _ in batch}
         unverifiable = ""
         for (prompt, index, completion), text, verdict, logp_sum in zip(rows, texts, verdicts, logp_sums, strict=True):
             if not math.isfinite(logp_sum):
                 raise HacrlFedError(NOT_FINITE)
-            if completion.engine_mean_logp is not None:
-                self.sampler_gaps.append(abs(completion.engine_mean_logp - logp_sum / len(completion.token_ids)))
             if verdict.reward is None:
                 self.left_out["unverifiable"] += 1
                 unverifiable = verdict.reason

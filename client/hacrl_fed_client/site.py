@@ -79,8 +79,8 @@ class Site:
         self._task = task
         self._policy = policy
         self._generator = generator
-        group_size = run.group_size * METHODS[algorithm.method].group_multiplier
-        self._maker = RolloutMaker(agent, run, config, group_size, policy, generator, verifiers, check=session.check)
+        method = METHODS[algorithm.method]
+        self._maker = RolloutMaker(agent, run, config, method, policy, generator, verifiers, check=session.check)
         self._updater = updater
         self._tracker = tracker
         self._verifiers = verifiers
@@ -272,7 +272,6 @@ class Site:
             self._policy,
             self._agent,
             self._algorithm.hacpo,
-            self._config.micro_batch_tokens,
             self._session.check,
         )
         foreign = sorted(medians.keys() - {admitted.source for admitted in taken})

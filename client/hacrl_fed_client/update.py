@@ -55,15 +55,12 @@ _SETTINGS = ("initial_lr", "betas", "weight_decay")
 class Updater:
     """Holds the optimizer (AdamW) and the schedule (linear warm-up, then constant) of a policy."""
 
-    def __init__(
-        self, policy: Policy, learner: str, algorithm: AlgorithmConfig, optimizer: Optimizer, micro_batch_tokens: int
-    ) -> None:
+    def __init__(self, policy: Policy, learner: str, algorithm: AlgorithmConfig, optimizer: Optimizer) -> None:
         self._policy = policy
         self._learner = learner
         self._algorithm = algorithm
         self._method = METHODS[algorithm.method]
         self._max_grad_norm = optimizer.max_grad_norm
-        self._micro_batch_tokens = micro_batch_tokens
         self.optimizer = torch.optim.AdamW(
             policy.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
         )
@@ -103,7 +100,7 @@ class Updater:
         """
         tally = _Tally(self._learner)
         mini_batches = self._mini_batches(rollouts)
-        anchors = self._anchors(rollouts, check)
+        anchors = self._anchors(rollouts, mini_batches, check)
         for mini_batch in mini_batches:
             self.optimizer.zero_grad(set_to_none=True)
             # m of the paper: updates that were made in this step, skipped ones left out.
@@ -144,19 +141,33 @@ class Updater:
         """Whether the rollout may have one: without an advantage, there is only that of the KL."""
         return rollout.advantage != 0 or (rollout.source == self._learner and self._algorithm.kl_coef > 0)
 
-    def _anchors(self, rollouts: Sequence[TrainingRollout], check: Callable[[], None]) -> dict[int, Tensor]:
+    def _anchors(
+        self, rollouts: Sequence[TrainingRollout], mini_batches: list[list[int]], check: Callable[[], None]
+    ) -> dict[int, Tensor]:
         """What the method's ratio of a rollout is to: a mean log-prob (), or its tokens' log-probs (T_i,).
 
-        By index, of those that may have a gradient.
+        By index, of those that may have a gradient. Where the ratio is to the learner at the step's start, those of the first
+        mini-batch are left out: it is forwarded at the step's start anyway.
         """
         indices = [index for index, rollout in enumerate(rollouts) if self._has_gradient(rollout)]
         if self._method.anchor is Anchor.SOURCE:
             return {index: torch.tensor(rollouts[index].source_mean_logp) for index in indices}
+        first = set[int]().union(*mini_batches[:1])
+        indices = [index for index in indices if index not in first]
         sequences = [(rollouts[index].prompt_ids, rollouts[index].completion_ids) for index in indices]
-        logps = self._policy.completion_logps(sequences, self._micro_batch_tokens, check)
+        logps = self._policy.completion_logps(sequences, check)
         if self._method.anchor is Anchor.STEP_START:
             logps = [logps_T.mean() for logps_T in logps]
         return dict(zip(indices, logps, strict=True))
+
+    def _anchor(self, anchors: Mapping[int, Tensor], indices: list[int], logps_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """The anchors of rollouts, as the loss takes them; of the first mini-batch, its log-probs as they are now."""
+        known = [anchors[index] for index in indices if index in anchors]
+        if known:
+            return (pad_sequence(known, batch_first=True) if known[0].ndim else torch.stack(known)).to(logps_BT.device)
+        if self._method.anchor is Anchor.STEP_START_TOKENS:
+            return logps_BT
+        return logps_BT.sum(-1) / mask_BT.sum(-1)
 
     def _accumulate_gradient(
         self,
@@ -177,20 +188,17 @@ class Updater:
         config = self._algorithm.hacpo
         own = rollouts[mini_batch[0]].source == self._learner
         kl_coef = self._algorithm.kl_coef if own else 0.0
-        indices = [index for index in mini_batch if index in anchors]
+        indices = [index for index in mini_batch if self._has_gradient(rollouts[index])]
         whole = [(rollouts[index].prompt_ids, rollouts[index].completion_ids) for index in indices]
-        for places in self._policy.micro_batches(whole, self._micro_batch_tokens):
+        for places in self._policy.micro_batches(whole):
             check()
             rows = [rollouts[indices[place]] for place in places]
-            anchor = [anchors[indices[place]] for place in places]
             sequences = [whole[place] for place in places]
             # The reference before the pass with gradient: it turns dropout off, and an adapter's head is run again backward.
             reference_BT = self._policy.token_logps(sequences, reference=True)[0] if kl_coef > 0 else None
             graph_BT, mask_BT = self._policy.token_logps(sequences, gradient=not screen)
             logps_BT = graph_BT.detach().requires_grad_()
-            anchor_logps = (pad_sequence(anchor, batch_first=True) if anchor[0].ndim else torch.stack(anchor)).to(
-                logps_BT.device
-            )
+            anchor_logps = self._anchor(anchors, [indices[place] for place in places], graph_BT.detach(), mask_BT)
             loss, metrics = self._method.loss(
                 logps_BT,
                 mask_BT,

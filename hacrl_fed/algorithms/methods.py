@@ -90,8 +90,8 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method("hacpo", True, hacpo.joint_advantages, hacpo.hacpo_loss),
-        Method("gspo", False, baselines.own_advantages, baselines.gspo_loss),
-        Method("gspo_x2", False, baselines.own_advantages, baselines.gspo_loss, group_multiplier=2),
+        Method("gspo", False, baselines.own_advantages, baselines.gspo_loss, Anchor.STEP_START),
+        Method("gspo_x2", False, baselines.own_advantages, baselines.gspo_loss, Anchor.STEP_START, group_multiplier=2),
         Method("grpo", False, baselines.own_advantages, baselines.grpo_loss, Anchor.STEP_START_TOKENS),
         Method("naive", True, baselines.naive_advantages, baselines.gspo_loss),
         Method("naive_own", True, baselines.naive_advantages, baselines.gspo_loss, Anchor.STEP_START),

@@ -78,7 +78,7 @@ def training_on_devices(plan: Plan, check: Callable[[], None]) -> Iterator[Train
             yield training
         return
     policy = Policy.load(plan.model, config, plan.seed, with_reference=plan.with_reference)
-    updater = Updater(policy, plan.learner, plan.algorithm, config.optimizer, config.micro_batch_tokens)
+    updater = Updater(policy, plan.learner, plan.algorithm, config.optimizer)
     yield Training(policy, build_generator(policy, config, check), updater)
 
 
@@ -171,28 +171,24 @@ class ShardedPolicy(Policy):
         """This rank's shards (DTensor) of the parameters that are trained."""
         return list(self._shards.values())
 
-    def micro_batches(self, sequences: Sequence[PromptAndCompletion], micro_batch_tokens: int) -> list[list[int]]:
+    def micro_batches(self, sequences: Sequence[PromptAndCompletion]) -> list[list[int]]:
         """See `Policy.micro_batches`; those that are this rank's. Each sequence is one rank's."""
         size = self._team.size
         # Small enough that there is one for every rank.
-        budget = min(micro_batch_tokens, max(1, math.ceil(_tokens(sequences) / size)))
-        batches = super().micro_batches(sequences, budget)
+        budget = min(self.micro_batch_tokens, max(1, math.ceil(_tokens(sequences) / size)))
+        batches = self._cut(sequences, budget)
         weights = [_tokens([sequences[index] for index in batch]) for batch in batches]
         return [batches[place] for place in balanced(weights, size)[self._team.rank]]
 
-    def completion_logps(
-        self, sequences: Sequence[PromptAndCompletion], micro_batch_tokens: int, check: Callable[[], None]
-    ) -> list[Tensor]:
+    def completion_logps(self, sequences: Sequence[PromptAndCompletion], check: Callable[[], None]) -> list[Tensor]:
         """See `Policy.completion_logps`."""
-        parts = self._team.run("policy", "own_logps", sequences, micro_batch_tokens, check=check)
+        parts = self._team.run("policy", "own_logps", sequences, check=check)
         found = {index: logps_T for part in parts for index, logps_T in part.items()}
         return [found[index] for index in range(len(sequences))]
 
-    def own_logps(
-        self, sequences: Sequence[PromptAndCompletion], micro_batch_tokens: int, check: Callable[[], None]
-    ) -> dict[int, Tensor]:
+    def own_logps(self, sequences: Sequence[PromptAndCompletion], check: Callable[[], None]) -> dict[int, Tensor]:
         """Log-probs (T_i,) of the completions that are this rank's, by their index."""
-        found = super().completion_logps(sequences, micro_batch_tokens, check)
+        found = super().completion_logps(sequences, check)
         return {index: logps_T for index, logps_T in enumerate(found) if len(logps_T)}
 
     def finish_gradient(self, found: T) -> list[T]:
@@ -331,7 +327,7 @@ class ShardedUpdater(Updater):
 
     def __init__(self, team: Team, policy: ShardedPolicy, plan: Plan) -> None:
         config = plan.config
-        super().__init__(policy, plan.learner, plan.algorithm, config.optimizer, config.micro_batch_tokens)
+        super().__init__(policy, plan.learner, plan.algorithm, config.optimizer)
         self._team = team
         self._sharded = policy
         self._loaded: dict[int, dict[str, Any]] = {}

@@ -1,7 +1,8 @@
 """What a generation backend is: prompts in, sampled completions out."""
 
+import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from hacrl_fed.errors import UserError
@@ -12,13 +13,14 @@ from hacrl_fed.records import FinishReason
 class Completion:
     """Ids that the policy sampled, the token that ended it included where ``finish_reason`` is stop.
 
-    ``engine_mean_logp`` is the mean log-prob a token, in nats, by an engine that computes the policy in its own way. It is
-    for comparison only: a rollout carries that of the training pass.
+    ``mean_logp`` is the mean log-prob a token, in nats, as it was sampled by an engine that computes the policy in its own
+    way; equal completions may differ in its rounding. No ratio is taken to it: a rollout that is shared carries that of the
+    training pass.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    engine_mean_logp: float | None = None
+    mean_logp: float = field(compare=False)
 
 
 class Generator(Protocol):
@@ -53,9 +55,9 @@ def check_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, limit: i
         )
 
 
-def cut_at_end(token_ids: Sequence[int], eos_ids: frozenset[int]) -> Completion:
-    """The ids up to and including the first that ends a completion, or all of them where none does."""
-    for index, token_id in enumerate(token_ids):
-        if token_id in eos_ids:
-            return Completion(tuple(token_ids[: index + 1]), FinishReason.STOP)
-    return Completion(tuple(token_ids), FinishReason.LENGTH)
+def cut_at_end(token_ids: Sequence[int], logps: Sequence[float], eos_ids: frozenset[int]) -> Completion:
+    """The ids up to and including the first that ends a completion, or all of them where none does. Of at least one."""
+    ends = (index + 1 for index, token_id in enumerate(token_ids) if token_id in eos_ids)
+    length = next(ends, None)
+    reason = FinishReason.LENGTH if length is None else FinishReason.STOP
+    return Completion(tuple(token_ids[:length]), reason, statistics.fmean(logps[:length]))

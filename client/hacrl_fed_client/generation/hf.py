@@ -19,6 +19,9 @@ _log = logging.getLogger(__name__)
 # Share of a batch's rows that are alive, at which the others are dropped: that copies the cache.
 _COMPACT_AT = 0.75
 
+# Ids, and their log-probs.
+_NewTokens = tuple[list[int], list[float]]
+
 
 class HfGenerator:
     """Generates in batches of at most ``rows`` completions. See `Generator`."""
@@ -89,7 +92,7 @@ class HfGenerator:
             self._check()
             rows = Rows.prefilled(model, batch) if self._shares_prompts else None
             if rows is not None:
-                ids = self._continue(rows, batch)
+                found = self._continue(rows, batch)
             else:
                 if self._shares_prompts:
                     self._shares_prompts = False
@@ -97,23 +100,25 @@ class HfGenerator:
                         "%s has no cache that its rows could share: each prompt is processed anew for each of its samples",
                         type(model).__name__,
                     )
-                ids = self._generate_each(model, batch)
-        return [cut_at_end(row, self._eos_ids) for row in ids]
+                found = self._generate_each(model, batch)
+        return [cut_at_end(ids, logps, self._eos_ids) for ids, logps in found]
 
-    def _continue(self, rows: Rows, batch: Batch) -> list[list[int]]:
-        """New ids of each row, up to its ending token."""
+    def _continue(self, rows: Rows, batch: Batch) -> list[_NewTokens]:
+        """What each row goes on with, up to its ending token."""
         rows.select(batch.prompt_of_row)
         row_B = torch.arange(len(batch.prompt_of_row), device=self._policy.device)
-        ids: list[list[int]] = [[] for _ in batch.prompt_of_row]
-        alive = set(range(len(ids)))
+        new: list[_NewTokens] = [([], []) for _ in batch.prompt_of_row]
+        alive = set(range(len(new)))
         for position in range(batch.max_new_tokens):
             self._check()
             uniforms_B = None if batch.uniforms is None else batch.uniforms[row_B, position]
-            tokens_B = choose(rows.logits_BV, uniforms_B)
+            tokens_B, logps_B = choose(rows.logits_BV, uniforms_B)
             places = row_B.tolist()
-            for row, token_id in zip(places, tokens_B.tolist(), strict=True):
+            for row, token_id, logp in zip(places, tokens_B.tolist(), logps_B.tolist(), strict=True):
                 if row in alive:
-                    ids[row].append(token_id)
+                    ids, logps = new[row]
+                    ids.append(token_id)
+                    logps.append(logp)
                     if token_id in self._eos_ids:
                         alive.remove(row)
             if not alive or position + 1 == batch.max_new_tokens:
@@ -123,10 +128,10 @@ class HfGenerator:
                 rows.select(kept)
                 row_B, tokens_B = row_B[kept], tokens_B[kept]
             rows.append(tokens_B)
-        return ids
+        return new
 
-    def _generate_each(self, model: Any, batch: Batch) -> list[list[int]]:
-        """New ids of each row by transformers' own `generate`; what follows a row's ending token means nothing."""
+    def _generate_each(self, model: Any, batch: Batch) -> list[_NewTokens]:
+        """What each row goes on with by transformers' own `generate`; what follows its ending token means nothing."""
         width = batch.input_ids.shape[1]
         config = GenerationConfig(
             max_new_tokens=batch.max_new_tokens,
@@ -134,26 +139,28 @@ class HfGenerator:
             eos_token_id=list(self._policy.eos_ids) or None,
             pad_token_id=PAD,
         )
+        chosen = _Chosen(batch.uniforms, width, self._check)
         output = model.generate(
             input_ids=batch.input_ids[batch.prompt_of_row],
             attention_mask=batch.mask[batch.prompt_of_row],
             generation_config=config,
-            logits_processor=LogitsProcessorList([_Chosen(batch.uniforms, width, self._check)]),
+            logits_processor=LogitsProcessorList([chosen]),
         )
-        ids: list[list[int]] = output[:, width:].tolist()
-        return ids
+        return list(zip(output[:, width:].tolist(), torch.stack(chosen.logps, 1).tolist(), strict=True))
 
 
 class _Chosen(LogitsProcessor):
-    """Leaves each row the one token that is chosen for it."""
+    """Leaves each row the one token that is chosen for it. ``logps`` are those of the tokens, (R,) a position."""
 
     def __init__(self, uniforms_RN: Tensor | None, width: int, check: Callable[[], None]) -> None:
         self._uniforms_RN = uniforms_RN
         self._width = width
         self._check = check
+        self.logps: list[Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         self._check()
         position = input_ids.shape[1] - self._width
-        tokens_R = choose(scores, None if self._uniforms_RN is None else self._uniforms_RN[:, position])
+        tokens_R, logps_R = choose(scores, None if self._uniforms_RN is None else self._uniforms_RN[:, position])
+        self.logps.append(logps_R)
         return cast(torch.FloatTensor, torch.full_like(scores, -torch.inf).scatter(1, tokens_R[:, None], 0.0))

@@ -168,10 +168,11 @@ class VllmGenerator:
     def _completion(self, output: Any) -> Completion:
         if not math.isfinite(output.cumulative_logprob):
             raise HacrlFedError(NOT_FINITE)
-        completion = cut_at_end(output.token_ids, self._eos_ids)
+        # Of the sum no more than the mean is used.
+        logps = [output.cumulative_logprob / len(output.token_ids)] * len(output.token_ids)
+        completion = cut_at_end(output.token_ids, logps, self._eos_ids)
         assert completion.finish_reason.value == output.finish_reason, f"vLLM ended by {output.finish_reason}"
-        mean_logp = output.cumulative_logprob / len(output.token_ids)
-        return Completion(completion.token_ids, completion.finish_reason, mean_logp)
+        return completion
 
     def _wake(self) -> None:
         if self._sleeps:
