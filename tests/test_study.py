@@ -25,11 +25,12 @@ from study.report import as_json, as_markdown, print_regime
 from study.statistics import estimate, mean_height, paired_difference
 from study.tuning import best_rate
 from study.units import Plan, Training, digest, load_result, model_folder, result_file, trainings
-from study.variants import LEARNING_RATES, TUNING_GRID, VARIANTS, learning_rate
+from study.variants import COMPARED, LEARNING_RATES, TUNING_GRID, VARIANTS, learning_rate
 from study.work import outcome_of, outcomes_of
 from study.workers import run_missing, run_unit
 
 PLAN = Plan(steps=2, evaluate_every=1, curve_prompts=4, final_prompts=6, prompts_per_step=4, group_size=2)
+EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence"
 UNIFORM = (0.5,) * len(MAPS)
 
 
@@ -163,10 +164,19 @@ def test_a_tie_of_learning_rates_goes_to_the_largest() -> None:
 
 
 def test_learning_rates_are_the_best_of_the_grid_that_is_on_record() -> None:
-    record = json.loads((Path(__file__).parents[1] / "docs" / "evidence" / "tuning.json").read_text(encoding="utf-8"))
+    record = json.loads((EVIDENCE / "tuning.json").read_text(encoding="utf-8"))
     grid = {name: {float(lr): score for lr, score in scores.items()} for name, scores in record["grid"].items()}
     assert {name: best_rate(scores) for name, scores in grid.items()} == dict(LEARNING_RATES)
     assert all(tuple(scores) == TUNING_GRID for scores in grid.values())
+
+
+def test_the_results_on_record_are_of_all_methods_in_all_regimes_with_five_seeds() -> None:
+    record = json.loads((EVIDENCE / "results.json").read_text(encoding="utf-8"))
+    assert record["learning_rates"] == {name: LEARNING_RATES[name] for name in COMPARED}
+    assert record["regimes"].keys() == REGIMES.keys()
+    for name, regime in record["regimes"].items():
+        assert {variant: len(one["seeds"]) for variant, one in regime["variants"].items()} == dict.fromkeys(COMPARED, 5)
+        assert (EVIDENCE / f"{name}.png").exists()
 
 
 def test_agents_of_a_regime_differ_in_architecture_size_and_tokenizer() -> None:
